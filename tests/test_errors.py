@@ -1,0 +1,216 @@
+"""Bad input: the message names the field, the value and the remedy, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from training import assert_same, make_params, set_grads, train
+
+from torch_offload import (
+    OffloadConfig,
+    host,
+    is_offloaded,
+    offload,
+    offload_stats,
+    stepper,
+    synchronize,
+    unoffload,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"chunk_size": "12 bananas"}, "chunk_size='12 bananas' is not a size"),
+        ({"chunk_size": "MiB"}, "chunk_size='MiB' is not a size"),
+        ({"chunk_size": ""}, "chunk_size='' is not a size"),
+        ({"chunk_size": -5}, "chunk_size=-5 is -5 bytes. It must be at least 1"),
+        ({"chunk_size": 0}, "chunk_size=0 is 0 bytes"),
+        ({"chunk_size": True}, "chunk_size=True is not a size"),
+        ({"chunk_size": 1.5}, "chunk_size=1.5 is not a size"),
+        ({"num_slots": 1}, "num_slots=1 leaves no second buffer.*Use 2 or more"),
+        ({"num_slots": "3"}, "num_slots='3' is not an int"),
+        ({"num_slots": True}, "num_slots=True is not an int"),
+        ({"pin_memory": "yes"}, "pin_memory='yes' is not a bool"),
+    ],
+)
+def test_config_out_of_range(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        OffloadConfig(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("512MiB", 2**29), ("1.5 GB", 1_500_000_000), ("7", 7), (" 1gib ", 2**30), (9, 9)],
+)
+def test_config_sizes(text, num_bytes):
+    assert OffloadConfig(chunk_size=text).chunk_bytes == num_bytes
+    assert OffloadConfig(chunk_size=text) == OffloadConfig(chunk_size=num_bytes)
+
+
+def test_config_from_text():
+    config = OffloadConfig.from_text(
+        {"chunk_size": "1MiB", "num_slots": "4", "pin_memory": "false"}
+    )
+    assert config == OffloadConfig(chunk_size=2**20, num_slots=4, pin_memory=False)
+    assert OffloadConfig.from_text({"chunk_size": "", "num_slots": None}) == OffloadConfig()
+    with pytest.raises(ValueError, match=r"no field 'bananas' .*Fields: chunk_size, num_slots"):
+        OffloadConfig.from_text({"bananas": "3"})
+    with pytest.raises(ValueError, match="num_slots='two' is not an int"):
+        OffloadConfig.from_text({"num_slots": "two"})
+    with pytest.raises(ValueError, match="pin_memory='maybe' is not a truth value"):
+        OffloadConfig.from_text({"pin_memory": "maybe"})
+
+
+def test_unsupported_class_is_refused_and_untouched():
+    optimizer = torch.optim.LBFGS(make_params(CPU))
+    with pytest.raises(NotImplementedError, match=r"LBFGS cannot be offloaded yet.*AdamW"):
+        offload(optimizer)
+    assert type(optimizer) is torch.optim.LBFGS
+
+    class MyAdamW(torch.optim.AdamW):
+        pass
+
+    with pytest.raises(NotImplementedError, match="MyAdamW cannot be offloaded yet"):
+        offload(MyAdamW(make_params(CPU)))
+
+
+def test_not_an_optimizer():
+    with pytest.raises(TypeError, match=r"takes a torch.optim.Optimizer, not Linear"):
+        offload(torch.nn.Linear(2, 2))
+
+
+def test_no_parameters():
+    optimizer = torch.optim.AdamW([{"params": []}])
+    with pytest.raises(ValueError, match="AdamW has no parameters"):
+        offload(optimizer)
+
+
+def test_already_offloaded_with_another_config():
+    optimizer = offload(torch.optim.AdamW(make_params(CPU)), OffloadConfig(num_slots=2))
+    with pytest.raises(ValueError, match=r"already offloaded with .*num_slots=2.*num_slots=4"):
+        offload(optimizer, OffloadConfig(num_slots=4))
+    assert is_offloaded(optimizer)
+
+
+@pytest.mark.parametrize("function", [synchronize, offload_stats, unoffload])
+def test_not_offloaded(function):
+    with pytest.raises(ValueError, match=r"AdamW is not offloaded. Call offload"):
+        function(torch.optim.AdamW(make_params(CPU)))
+
+
+def test_differentiable_is_refused():
+    with pytest.raises(NotImplementedError, match="differentiable=True in group 0"):
+        offload(torch.optim.AdamW(make_params(CPU), differentiable=True))
+
+
+def test_replaced_step_is_refused():
+    optimizer = torch.optim.AdamW(make_params(CPU))
+    optimizer.step = lambda closure=None: None
+    with pytest.raises(ValueError, match="step method of this AdamW was replaced"):
+        offload(optimizer)
+
+
+def test_sparse_gradient_is_refused_before_anything_changes():
+    params = make_params(CPU, shapes=[(5, 3), (4, 2)])
+    optimizer = offload(torch.optim.AdamW(params))
+    set_grads(params, 0)
+    params[1].grad = params[1].grad.to_sparse()
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(NotImplementedError, match=r"layout torch.sparse_coo"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    set_grads(params, 0)
+    optimizer.step()
+
+
+def test_not_enough_host_memory_is_said_before_allocating(device, monkeypatch):
+    monkeypatch.setattr(host, "available_host_bytes", lambda: 10_000)
+    monkeypatch.setattr(host.mmap, "mmap", None)  # any allocation would fail loudly
+    params = make_params(device, shapes=[(1000, 10)])
+    optimizer = offload(torch.optim.AdamW(params))
+    set_grads(params, 0)
+    with pytest.raises(MemoryError, match=r"needs 81,920 bytes of host memory, 10,000 bytes are"):
+        optimizer.step()
+    assert optimizer.state_dict()["state"] == {}
+    monkeypatch.undo()
+    optimizer.step()
+    assert torch.equal(optimizer.state[params[0]]["step"].cpu(), torch.tensor(1.0))
+
+
+@pytest.mark.gpu
+def test_pinning_refused_is_a_warning_and_still_correct(monkeypatch):
+    device = torch.device("cuda")
+    plain = train(device, config=None)
+    monkeypatch.setattr(host._Piece, "register", lambda *_: "refused for the test")
+    with pytest.warns(UserWarning, match="could not be pinned .*refused for the test.*ulimit -l"):
+        params, optimizer = train(device, config=OffloadConfig(chunk_size=50_000))
+    assert not optimizer.state[params[0]]["exp_avg"].is_pinned()
+    assert offload_stats(optimizer).pinned_bytes == 0
+    assert_same(plain, (params, optimizer))
+
+
+@pytest.mark.gpu
+def test_a_real_refusal_of_the_driver_leaves_no_error_behind():
+    piece = host._Piece(2**20)
+    piece.touch(0, 2**20)
+    store = host.HostStore(torch.device("cuda"), True, lambda: None)
+    assert piece.register(torch.device("cuda"), lambda: None) is None
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        store._prepare([piece])  # the same pages twice: the driver refuses
+    torch.zeros(4, device="cuda").add_(1)
+    torch.cuda.synchronize()
+
+
+def test_pin_memory_false(device):
+    plain = train(device, config=None)
+    params, optimizer = train(device, config=OffloadConfig(pin_memory=False, chunk_size=50_000))
+    assert_same(plain, (params, optimizer))
+    assert offload_stats(optimizer).pinned_bytes == 0
+
+
+def test_failure_half_way_keeps_state_readable_and_stops(device, monkeypatch):
+    params, optimizer = train(device, config=OffloadConfig(chunk_size=1), has_grad=None)
+    checkpoint = {
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+        "params": [p.detach().clone() for p in params],
+    }
+    calls = 0
+    real = stepper.step_detached
+
+    def fail_at_third(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("boom")
+        return real(*args)
+
+    monkeypatch.setattr(stepper, "step_detached", fail_at_third)
+    set_grads(params, 7)
+    with pytest.raises(RuntimeError, match="boom"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=re.escape("stopped half-way (RuntimeError: boom)")):
+        optimizer.step()
+    with pytest.warns(UserWarning, match="not that of a whole step"):
+        state = optimizer.state_dict()
+    assert all(torch.isfinite(v["exp_avg"]).all() for v in state["state"].values())
+    assert state["state"][0]["step"] == 7  # chunk 0 was updated
+    assert state["state"][8]["step"] == 6  # the last one was not
+
+    monkeypatch.undo()
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    with torch.no_grad():
+        for param, value in zip(params, checkpoint["params"], strict=True):
+            param.copy_(value)
+    set_grads(params, 6)
+    optimizer.step()
+    plain_params, plain = train(device, config=None, has_grad=None)
+    set_grads(plain_params, 6)
+    plain.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    plain.step()
+    assert_same((plain_params, plain), (params, optimizer))

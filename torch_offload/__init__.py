@@ -1,0 +1,23 @@
+"""Optimizer-state offload for PyTorch.
+
+The state (Adam's moments) lives in pinned host memory and is streamed through a few GPU slots,
+chunk by chunk, with copy-in, update and copy-out running at once. The numbers are bit for bit
+those of the plain optimizer::
+
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    offload(optimizer)          # converts in place, returns the same object
+"""
+
+from .config import OffloadConfig
+from .optimizer import is_offloaded, offload, offload_stats, synchronize, unoffload
+from .stats import OffloadStats
+
+__all__ = [
+    "OffloadConfig",
+    "OffloadStats",
+    "is_offloaded",
+    "offload",
+    "offload_stats",
+    "synchronize",
+    "unoffload",
+]

@@ -1,0 +1,307 @@
+"""OffloadCore: everything an offloaded optimizer has besides what torch gave it.
+
+It belongs to one optimizer, which it holds weakly, and keeps no reference to parameter groups,
+group dicts or ``optimizer.state``: torch and the frameworks replace those.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from .chunk import TensorSpec, merge_runs
+from .config import OffloadConfig
+from .host import HostStore
+from .layout import HostedChunk, Layout
+from .pipeline import Born, Creation, Pipeline, Traffic, Update
+from .placement import traveling
+from .probe import StateProbe
+from .stats import OffloadStats, StepClock
+from .stepper import Item, Stepper
+
+#: Attributes of an optimizer that a stand-in does not share with it.
+_OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
+
+
+class OffloadCore:
+    """Steps one optimizer with its state on the host.
+
+    Args:
+        optimizer: the converted optimizer.
+        plain_class: its class before the conversion.
+        config: the user's choices.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        plain_class: type[torch.optim.Optimizer],
+        config: OffloadConfig,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.plain_class = plain_class
+        self.config = config
+        #: Why no further step is allowed; a checkpoint clears it.
+        self.failure: str | None = None
+        #: The instance attribute ``step`` that an LR scheduler had set before the conversion.
+        self.scheduler_step: Any = None
+        self._pipelines: dict[torch.device, Pipeline] = {}
+        self._stores: dict[torch.device, HostStore] = {}
+        self._layout = Layout(config.chunk_bytes, self._store_for)
+        self._clock: StepClock | None = None
+        self._traffic = Traffic()
+        self._num_chunks = 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The converted optimizer itself, also when a framework's wrapper was asked."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer died before its core"
+        return optimizer
+
+    @property
+    def state(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
+        """``optimizer.state`` as torch stores it, without waiting for copies."""
+        state: MutableMapping[torch.Tensor, dict[str, Any]] = self.optimizer.__dict__["state"]
+        return state
+
+    def synchronize(self) -> None:
+        """Block the CPU until the host state is that of the last step (I4)."""
+        for pipeline in self._pipelines.values():
+            pipeline.synchronize()
+
+    def adopt(
+        self,
+        states: Mapping[torch.Tensor, dict[str, Any]],
+        specs: Mapping[torch.Tensor, tuple[TensorSpec, ...]] | None = None,
+    ) -> None:
+        """Move state tensors that somebody made elsewhere to the host, in place in ``states``.
+
+        Args:
+            states: parameter to its state, not empty; what travels becomes a host tensor.
+            specs: dtypes and shapes to store it in; those it has, by default.
+
+        Raises:
+            MemoryError: the host has not enough memory. Nothing has changed.
+        """
+        self.synchronize()
+        if specs is None:
+            specs = {param: traveling(state) for param, state in states.items()}
+        strangers = [(p, wanted) for p, wanted in specs.items() if not self._fits(p, wanted)]
+        if strangers:
+            self._layout.add(strangers)
+        for param, state in states.items():
+            home = self._layout.home(param)
+            assert home is not None
+            for key, view in home.views.items():
+                if state[key] is not view:
+                    view.copy_(state[key])
+                    state[key] = view
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient. Returns before the device is done.
+
+        Raises:
+            RuntimeError: an earlier step failed half-way and no checkpoint was loaded since.
+        """
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+        optimizer = self.optimizer
+        items = self._collect(optimizer.param_groups)
+        stepper = Stepper(
+            self.plain_class,
+            self._attributes(),
+            [_hyper_parameters(group) for group in optimizer.param_groups],
+        )
+        self._clock = StepClock(self._pipelines)
+        self._traffic = Traffic()
+        try:
+            for device, pipeline in self._pipelines.items():
+                born, known = _by_chunk(items, device)
+                pipeline.create([self._creation(stepper, chunk) for chunk in born], self._traffic)
+                pipeline.update(
+                    [_update(stepper, hosted, chunk) for hosted, chunk in known], self._traffic
+                )
+        except BaseException as error:
+            self._after_failure(stepper, error)
+            raise
+        self._clock.stop()
+        self._num_chunks = stepper.num_chunks
+        optimizer.__dict__.update(stepper.attributes)
+
+    def stats(self) -> OffloadStats:
+        """Return the figures of the last step. Waits for its end."""
+        return OffloadStats(
+            h2d_bytes=self._traffic.h2d_bytes,
+            d2h_bytes=self._traffic.d2h_bytes,
+            step_s=self._clock.seconds() if self._clock else 0.0,
+            num_chunks=self._num_chunks,
+            staging_bytes=self._traffic.staging_bytes,
+            host_bytes=sum(store.num_bytes for store in self._stores.values()),
+            pinned_bytes=sum(store.pinned_bytes for store in self._stores.values()),
+            setup_s=sum(store.setup_s for store in self._stores.values()),
+        )
+
+    def warn_if_torn(self) -> None:
+        """Warn whoever saves the state of a step that stopped half-way."""
+        if self.failure is not None:
+            warnings.warn(f"this state is not that of a whole step: {self.failure}", stacklevel=3)
+
+    def on_device(self, param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``state`` with what travels copied to the device of ``param``."""
+        home = self._layout.home(param)
+        views = {} if home is None else home.views
+        return {
+            key: torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=param.device
+            ).copy_(value)
+            if key in views
+            else value
+            for key, value in state.items()
+        }
+
+    def _collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Item]:
+        """Find the parameters that take part, and give every one that needs it a home."""
+        params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
+        for _, param in params:
+            _check_supported(param)
+        self._plan(list(groups), params)
+        state = self.state
+        active = [(index, param) for index, param in params if param.grad is not None]
+        foreign = {
+            param: state[param]
+            for _, param in active
+            if state.get(param) and not self._is_home(param, state[param])
+        }
+        if foreign:
+            self.adopt(foreign)
+        items = []
+        for index, param in active:
+            home = self._layout.home(param)
+            assert home is not None
+            # get, not indexing: an empty entry would stand in checkpoints if the step failed.
+            items.append(Item(index, param, home, state.get(param) or {}))
+        return items
+
+    def _creation(self, stepper: Stepper, items: list[Item]) -> Creation:
+        def apply() -> list[Born]:
+            born = stepper.create(items)
+            self.state.update({item.param: item.state for item in items})
+            return born
+
+        return Creation(apply)
+
+    def _plan(
+        self, groups: list[Mapping[str, Any]], params: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Give a home to every parameter that will have state and has none that fits."""
+        state = self.state
+        probe = StateProbe(self.plain_class, self._attributes())
+        missing: list[tuple[torch.Tensor, tuple[TensorSpec, ...]]] = []
+        num_wanted = 0
+        for index, param in params:
+            if not param.requires_grad and param.grad is None:
+                continue  # frozen: no state, so no host memory
+            num_wanted += 1
+            if state.get(param):
+                if self._layout.home(param) is None:
+                    missing.append((param, traveling(state[param])))
+            elif param.grad is not None or self._layout.home(param) is None:
+                specs = probe.specs(groups[index], param)
+                if not self._fits(param, specs):
+                    missing.append((param, specs))
+        if missing or len(self._layout) > num_wanted:
+            self._layout.keep_only(param for _, param in params)
+        if missing:
+            self._layout.add(missing)
+
+    def _attributes(self) -> dict[str, Any]:
+        """Everything that a stand-in shares with the optimizer, GradScaler's tensors included."""
+        return {k: v for k, v in self.optimizer.__dict__.items() if k not in _OWN_ATTRIBUTES}
+
+    def _fits(self, param: torch.Tensor, wanted: tuple[TensorSpec, ...]) -> bool:
+        home = self._layout.home(param)
+        if home is None or home.views.keys() != {spec.key for spec in wanted}:
+            return False
+        return all(spec.matches(home.views[spec.key]) for spec in wanted)
+
+    def _is_home(self, param: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        home = self._layout.home(param)
+        assert home is not None
+        return home.views.keys() <= state.keys() and all(
+            value is home.views[key] if key in home.views else not traveling({key: value})
+            for key, value in state.items()
+        )
+
+    def _store_for(self, device: torch.device) -> HostStore:
+        if device not in self._stores:
+            pipeline = self._pipelines[device] = Pipeline(device, self.config.num_slots)
+            self._stores[device] = HostStore(
+                device, self.config.pin_memory, before_release=pipeline.synchronize
+            )
+        return self._stores[device]
+
+    def _after_failure(self, stepper: Stepper, error: BaseException) -> None:
+        for device in self._pipelines:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        if stepper.started:
+            self.failure = (
+                f"an earlier optimizer step stopped half-way ({type(error).__name__}: {error}): "
+                f"the first {len(stepper.started)} parameters in its order were updated or may "
+                "be partly updated, the others were not. Load a checkpoint to go on."
+            )
+
+
+def _check_supported(param: torch.Tensor) -> None:
+    if param.grad is not None and param.grad.layout is not torch.strided:
+        raise NotImplementedError(
+            f"a gradient of layout {param.grad.layout} (shape {tuple(param.shape)}) cannot be "
+            "offloaded. Use dense gradients (for nn.Embedding: sparse=False)."
+        )
+    if hasattr(param, "__tensor_flatten__"):
+        raise NotImplementedError(
+            f"a parameter of class {type(param).__name__} (shape {tuple(param.shape)}) cannot be "
+            "offloaded yet: FSDP2, tensor parallelism and quantised weights wrap their tensors. "
+            "Use the plain optimizer with them."
+        )
+
+
+def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in group.items() if key != "params"}
+    if values.get("foreach", False) is None and not values.get("fused"):
+        kinds = {param.device.type for param in group["params"] if param.grad is not None}
+        if len(kinds) > 1:
+            # torch takes the for-loop for a group with CPU and GPU parameters; a chunk holds one
+            # device, and its own choice would differ in the last bit.
+            values["foreach"] = False
+    return values
+
+
+def _by_chunk(
+    items: Iterable[Item], device: torch.device
+) -> tuple[list[list[Item]], list[tuple[HostedChunk, list[Item]]]]:
+    """Sort one device's parameters by chunk: those without state, and those with."""
+    born: dict[int, list[Item]] = {}
+    known: dict[int, list[Item]] = {}
+    chunks: dict[int, HostedChunk] = {}
+    for item in items:
+        hosted = item.home.hosted
+        if hosted.chunk.device == device:
+            chunks[hosted.index] = hosted
+            (known if item.state else born).setdefault(hosted.index, []).append(item)
+    return (
+        [born[index] for index in sorted(born)],
+        [(chunks[index], known[index]) for index in sorted(known)],
+    )
+
+
+def _update(stepper: Stepper, hosted: HostedChunk, items: list[Item]) -> Update:
+    ranges = sorted((item.home.shard.start, item.home.shard.stop) for item in items)
+    return Update(
+        hosted.block.bytes, merge_runs(ranges), lambda buffer: stepper.update(items, buffer)
+    )

@@ -1,0 +1,231 @@
+"""offload(): converts a torch optimizer in place. The public functions of the package.
+
+The object stays the same; its class becomes a subclass of its own class, as ``fully_shard`` does to
+modules. So ``isinstance(optimizer, AdamW)``, LR schedulers, step hooks, ``GradScaler`` and the
+wrappers of Lightning and Accelerate go on working.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+
+from .checkpoint import load_state_dict
+from .config import OffloadConfig
+from .core import OffloadCore
+from .stats import OffloadStats
+
+O = TypeVar("O")  # noqa: E741
+
+_SUPPORTED = (Adam, AdamW)
+#: Packages whose wrapper classes keep the user's optimizer in ``.optimizer``.
+_WRAPPER_PACKAGES = frozenset(
+    {"accelerate", "accelerate_offload", "lightning", "pytorch_lightning", "lightning_fabric"}
+)
+
+
+def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
+    """Convert ``optimizer`` in place so that its state lives in host memory, and return it.
+
+    State that it already has moves to the host now; otherwise host memory is allocated by the
+    first ``step()``. Parameters, gradients and the update stay on the parameters' device, and the
+    numbers are bit for bit those of the plain optimizer.
+
+    Args:
+        optimizer: a ``torch.optim.Adam`` or ``AdamW`` in any flavour (for-loop, foreach, fused), or
+            Lightning's, Fabric's or Accelerate's wrapper of one.
+        config: sizes; ``OffloadConfig()`` by default. An optimizer that is already offloaded stays
+            as it is when ``config`` is ``None`` or the one that it has.
+
+    Raises:
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: it has no parameters, or is already offloaded with another config.
+        NotImplementedError: its class or one of its settings is not supported.
+        MemoryError: it has state and the host has not enough memory for it.
+    """
+    plain = _unwrap(optimizer)
+    if is_offloaded(plain):
+        present = _core(plain).config
+        if config is not None and config != present:
+            raise ValueError(
+                f"{type(plain).__name__} is already offloaded with {present}; asked for {config}. "
+                "Call unoffload() first to change it."
+            )
+        return optimizer
+    config = OffloadConfig() if config is None else config
+    _check_convertible(plain)
+    plain_class: Any = type(plain)
+    core = OffloadCore(plain, plain_class, config)
+    core.scheduler_step = plain.__dict__.pop("step", None)
+    existing = {param: state for param, state in plain.state.items() if state}
+    if existing:
+        core.adopt(existing)
+    plain.__dict__["_offload_core"] = core
+    plain.__class__ = _offloaded_class(plain_class)
+    return optimizer
+
+
+def unoffload(optimizer: O) -> O:
+    """Undo :func:`offload`: move the state to the parameters' devices and restore the class.
+
+    The numbers do not change, and schedulers and hooks keep working. Host memory is given back.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    plain = _unwrap(optimizer)
+    core = _core(plain)
+    core.synchronize()
+    state = core.state
+    for param, values in state.items():
+        if isinstance(param, torch.Tensor):
+            state[param] = core.on_device(param, values)
+    del plain.__dict__["_offload_core"]
+    plain.__class__ = core.plain_class
+    if core.scheduler_step is not None:
+        plain.__dict__["step"] = core.scheduler_step
+    return optimizer
+
+
+def is_offloaded(optimizer: object) -> bool:
+    """Whether :func:`offload` converted ``optimizer`` (or the one that it wraps)."""
+    return isinstance(_unwrap(optimizer), OffloadedOptimizer)
+
+
+def synchronize(optimizer: object) -> None:
+    """Block the CPU until the host state of ``optimizer`` is that of its last step.
+
+    Reading ``optimizer.state`` or ``state_dict()`` does this by itself; only code that kept state
+    tensors from before a step needs it.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    _core(_unwrap(optimizer)).synchronize()
+
+
+def offload_stats(optimizer: object) -> OffloadStats:
+    """Return bytes and seconds of the last step. Waits for the end of that step.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    return _core(_unwrap(optimizer)).stats()
+
+
+class OffloadedOptimizer:
+    """What the class of a converted optimizer has in front of its own class.
+
+    Frameworks make proxies whose class derives from the optimizer's, so ``self`` may be one: the
+    core knows the optimizer itself.
+    """
+
+    _offload_core: OffloadCore
+
+    @property
+    def state(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
+        """The optimizer's state: CPU tensors, final. Waits for copies in flight (I4)."""
+        core = self._offload_core
+        core.synchronize()
+        return core.state
+
+    @state.setter
+    def state(self, value: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
+        core = self._offload_core
+        core.synchronize()
+        core.optimizer.__dict__["state"] = value
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a plain torch checkpoint into host memory, in place."""
+        load_state_dict(self._offload_core, state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a plain torch checkpoint; its tensors are the host state itself."""
+        self._offload_core.warn_if_torn()
+        return cast(dict[str, Any], super().state_dict())  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made at run time, so a pickle names the plain one.
+        core = self._offload_core
+        return object.__new__, (core.plain_class,), cast(Any, core.optimizer).__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        core = self._offload_core
+        clone = core.plain_class.__new__(core.plain_class)
+        memo[id(self)] = clone
+        clone.__setstate__(copy.deepcopy(cast(Any, core.optimizer).__getstate__(), memo))
+        return offload(clone, core.config)
+
+
+def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Update the parameters. A closure is evaluated once, before any chunk."""
+    core: OffloadCore = self._offload_core
+    core.optimizer.__dict__["_opt_called"] = True  # what LR schedulers look for
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    # Lightning validates under inference mode; state born there could never be updated again.
+    with torch.inference_mode(False), torch.no_grad():
+        core.step()
+    return loss
+
+
+@cache
+def _offloaded_class(plain_class: type[Optimizer]) -> type[Optimizer]:
+    step: Any = Optimizer.profile_hook_step(_step)
+    # torch wraps the class's step once more at every load unless it is marked, and LR schedulers
+    # bind the step that they find on the instance unless it is marked.
+    step.hooked = True
+    step._wrapped_by_lr_sched = True
+    name = f"Offloaded{plain_class.__name__}"
+    return cast(
+        type[Optimizer],
+        type(
+            name, (OffloadedOptimizer, plain_class), {"step": step, "__doc__": plain_class.__doc__}
+        ),
+    )
+
+
+def _unwrap(optimizer: object) -> Any:
+    """Return the torch optimizer inside a framework's wrapper."""
+    inner = optimizer
+    while type(inner).__module__.partition(".")[0] in _WRAPPER_PACKAGES:
+        inner = cast(Any, inner).optimizer
+    return inner
+
+
+def _core(plain: Any) -> OffloadCore:
+    if not is_offloaded(plain):
+        raise ValueError(f"{type(plain).__name__} is not offloaded. Call offload(optimizer) first.")
+    return cast(OffloadCore, plain._offload_core)
+
+
+def _check_convertible(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"offload() takes a torch.optim.Optimizer, not {name}.")
+    if type(optimizer) not in _SUPPORTED:
+        raise NotImplementedError(
+            f"{name} cannot be offloaded yet: only torch.optim.Adam and torch.optim.AdamW can. "
+            "Use one of them, or train without offload."
+        )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ValueError(f"{name} has no parameters. Give it parameters before offload().")
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise NotImplementedError(
+                f"{name} has differentiable=True in group {index}: its state is part of a graph "
+                "and cannot leave the device. Use differentiable=False."
+            )
+    step = optimizer.__dict__.get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"the step method of this {name} was replaced by {step!r}, which would go past the "
+            "offload. Call offload() before whatever replaced it."
+        )

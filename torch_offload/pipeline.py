@@ -1,0 +1,170 @@
+"""The pipeline of one device: obeys a schedule of copies in, updates and copies out.
+
+It holds no policy and knows no optimizer: it is given pieces of *work*, each with the host bytes of
+one chunk and a function that updates the chunk once its state is on the device. The waits are the
+invariants I1 to I6 of DESIGN.md; each is one ``take`` of a handoff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .schedule import Job, plan_schedule
+from .streams import CopyStreams, Handoff, caller_stream, on
+
+#: A new state tensor on the device and the host tensor that will own its values.
+Born = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Work on a chunk whose state is on the host.
+
+    Attributes:
+        block: the chunk's host bytes, uint8.
+        runs: ranges of bytes that travel; the others have no gradient in this step.
+        apply: updates the chunk in place; given the device buffer of at least the block's size.
+    """
+
+    block: torch.Tensor
+    runs: tuple[tuple[int, int], ...]
+    apply: Callable[[torch.Tensor], None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel each way."""
+        return sum(stop - start for start, stop in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """Work on parameters whose state does not exist yet: the first update makes it.
+
+    Attributes:
+        apply: runs the update and returns the new tensors with their places on the host.
+    """
+
+    apply: Callable[[], list[Born]]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one run of the pipeline moved, in bytes."""
+
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    staging_bytes: int = 0
+
+
+class Pipeline:
+    """Streams chunks through at most ``num_slots`` device buffers.
+
+    Args:
+        device: where the parameters are.
+        num_slots: chunks in flight.
+    """
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        self.device = device
+        self.num_slots = num_slots
+        self.streams = CopyStreams.create(device)
+        self._written: Handoff[None] | None = None
+
+    def synchronize(self) -> None:
+        """Block the CPU until every copy out has arrived on the host (I4)."""
+        if self._written is not None:
+            self._written.take_on_cpu()  # I4
+            self._written = None
+
+    def update(self, work: Sequence[Update], traffic: Traffic) -> None:
+        """Copy in, update and copy out every chunk of ``work``. Returns before it is done.
+
+        The slots are allocated here, on the caller's stream, and given back to it at the end, so
+        that activations can use their memory between steps.
+        """
+        if not work:
+            return
+        h2d, d2h = self.streams.h2d, self.streams.d2h
+        caller = caller_stream(self.device)
+        num_slots = min(self.num_slots, len(work))
+        slot_bytes = max(item.block.numel() for item in work)
+        slots = [
+            Handoff(torch.empty(slot_bytes, dtype=torch.uint8, device=self.device), caller)
+            for _ in range(num_slots)
+        ]
+        traffic.staging_bytes = max(traffic.staging_bytes, num_slots * slot_bytes)
+        try:
+            for op in plan_schedule(len(work), num_slots):
+                item = work[op.chunk]
+                if op.job is Job.COPY_IN:
+                    buffer = slots[op.slot].take(h2d)  # I1 when it was emptied, I6 when it is new
+                    self._copy_in(item, buffer)
+                    slots[op.slot] = Handoff(buffer, h2d)
+                    traffic.h2d_bytes += item.num_bytes
+                elif op.job is Job.UPDATE:
+                    buffer = slots[op.slot].take(caller)  # I2
+                    item.apply(buffer)
+                    slots[op.slot] = Handoff(buffer, caller)
+                else:
+                    buffer = slots[op.slot].take(d2h)  # I3
+                    self._copy_out(item, buffer)
+                    slots[op.slot] = Handoff(buffer, d2h)
+                    traffic.d2h_bytes += item.num_bytes
+        finally:
+            for slot in slots:
+                slot.take(caller)  # I5
+            self._written = Handoff(None, d2h)
+
+    def create(self, work: Sequence[Creation], traffic: Traffic) -> None:
+        """Update parameters that have no state yet and move the new state to the host.
+
+        At most ``num_slots`` chunks of new state are on the device at a time: the tensors that the
+        optimizer makes take the place of the slots.
+        """
+        if not work:
+            return
+        d2h = self.streams.d2h
+        caller = caller_stream(self.device)
+        slots: list[Handoff[list[Born]] | None] = [None] * self.num_slots
+        slot_bytes = [0] * self.num_slots
+        try:
+            for op in plan_schedule(len(work), self.num_slots, copy_in=False):
+                slot = slots[op.slot]
+                if op.job is Job.UPDATE:
+                    if slot is not None:
+                        slot.take(caller)  # I5: the allocator may reuse this memory from here on
+                    slots[op.slot] = slot = None
+                    born = work[op.chunk].apply()
+                    slots[op.slot] = Handoff(born, caller)
+                    slot_bytes[op.slot] = sum(tensor.nbytes for tensor, _ in born)
+                    traffic.staging_bytes = max(traffic.staging_bytes, sum(slot_bytes))
+                else:
+                    assert slot is not None
+                    born = slot.take(d2h)  # I3
+                    self._copy_born(born)
+                    slots[op.slot] = Handoff(born, d2h)
+                    traffic.d2h_bytes += slot_bytes[op.slot]
+                del born  # a reference here would keep its memory past its turn
+        finally:
+            for slot in slots:
+                if slot is not None:
+                    slot.take(caller)  # I5
+            self._written = Handoff(None, d2h)
+
+    def _copy_in(self, item: Update, buffer: torch.Tensor) -> None:
+        with on(self.streams.h2d):
+            for start, stop in item.runs:
+                buffer[start:stop].copy_(item.block[start:stop], non_blocking=True)
+
+    def _copy_out(self, item: Update, buffer: torch.Tensor) -> None:
+        with on(self.streams.d2h):
+            for start, stop in item.runs:
+                item.block[start:stop].copy_(buffer[start:stop], non_blocking=True)
+
+    def _copy_born(self, born: list[Born]) -> None:
+        with on(self.streams.d2h):
+            for tensor, home in born:
+                home.copy_(tensor, non_blocking=True)

@@ -1,0 +1,37 @@
+"""THE thing that decides which state travels and which stays where the optimizer put it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .chunk import TensorSpec
+
+
+def travels(value: Any) -> bool:
+    """Whether one value of ``optimizer.state[p]`` lives on the host between steps.
+
+    Tensors with at least one dimension do. 0-dim tensors stay: ``step`` is on the CPU for the
+    for-loop and foreach flavours and on the GPU for ``fused`` and ``capturable``, whose kernels
+    require it there, and neither costs memory worth a copy.
+    """
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def traveling(state: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """Describe the tensors of one parameter's state that travel, in the order of its keys.
+
+    Strides are those of ``torch.empty_like``: kept where the tensor is dense, else contiguous.
+    """
+    return tuple(
+        TensorSpec(key, tuple(value.shape), dense_stride(value), value.dtype)
+        for key, value in state.items()
+        if travels(value)
+    )
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides that a new tensor made like ``tensor`` gets, without making one on its device."""
+    return torch.empty_like(tensor, device="meta", requires_grad=False).stride()

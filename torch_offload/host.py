@@ -178,7 +178,9 @@ class HostStore:
 
     def _prepare(self, pieces: Sequence[_Piece]) -> None:
         threads = min(MAX_THREADS, _num_cpus())
-        span = 64 * 2**20
+        # One thread per mapping where there are enough: threads that fault pages of the same
+        # mapping wait for each other.
+        span = max(64 * 2**20, sum(piece.num_bytes for piece in pieces) // threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="torch_offload_host") as pool:
             touched = [
                 pool.submit(piece.touch, start, min(start + span, piece.num_bytes))

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
-from training import assert_same, make_params, set_grads, train
+from training import SHAPES, assert_same, make_params, set_grads, train
 
 from torch_offload import (
     OffloadConfig,
@@ -205,3 +205,23 @@ def test_a_tensor_kept_by_the_user_outlives_the_optimizer(device):
     del optimizer, params
     gc.collect()
     assert torch.equal(kept, values)
+
+
+@pytest.mark.gpu
+def test_parameters_that_move_to_the_gpu_take_their_state_along():
+    def run(config):
+        shapes = [shape for shape in SHAPES if shape]  # 0-dim state stays where it was made
+        params, optimizer = train(torch.device("cpu"), config=config, shapes=shapes)
+        for param in params:
+            param.data = param.data.to("cuda")
+            if config is None:
+                state = optimizer.state.get(param, {})
+                state.update({k: v.cuda() for k, v in state.items() if k != "step"})
+        for step in range(3):
+            set_grads(params, step)
+            optimizer.step()
+        return params, optimizer
+
+    plain, offloaded = run(None), run(OffloadConfig(chunk_size=50_000))
+    assert_same(plain, offloaded)
+    assert offloaded[1].state[offloaded[0][0]]["exp_avg"].is_pinned()

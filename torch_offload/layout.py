@@ -63,10 +63,12 @@ class Layout:
         return len(self._homes)
 
     def home(self, param: torch.Tensor) -> Home | None:
-        """Return the place of ``param``'s state, or ``None`` if it has none yet."""
+        """Return the place of ``param``'s state, or ``None`` if it has none on its device yet."""
         home = self._homes.get(id(param))
-        # An id may be used again after its parameter died.
-        return home if home is not None and home.param() is param else None
+        # An id may be used again after its parameter died, and model.to() moves a parameter.
+        if home is None or home.param() is not param or home.hosted.chunk.device != param.device:
+            return None
+        return home
 
     def add(self, states: Sequence[tuple[torch.Tensor, Sequence[TensorSpec]]]) -> None:
         """Give each parameter a home for the tensors named, in new chunks, in this order.

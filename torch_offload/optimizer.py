@@ -67,6 +67,7 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
         core.adopt(existing)
     plain.__dict__["_offload_core"] = core
     plain.__class__ = _offloaded_class(plain_class)
+    _recapture_step(optimizer)
     return optimizer
 
 
@@ -89,6 +90,7 @@ def unoffload(optimizer: O) -> O:
     plain.__class__ = core.plain_class
     if core.scheduler_step is not None:
         plain.__dict__["step"] = core.scheduler_step
+    _recapture_step(optimizer)
     return optimizer
 
 
@@ -198,6 +200,18 @@ def _unwrap(optimizer: object) -> Any:
     while type(inner).__module__.partition(".")[0] in _WRAPPER_PACKAGES:
         inner = cast(Any, inner).optimizer
     return inner
+
+
+def _recapture_step(optimizer: object) -> None:
+    """Let wrappers that kept the optimizer's bound ``step`` when they were built take it anew.
+
+    Accelerate's does under a gradient scaler, and calls that one. It recaptures on unpickling.
+    """
+    wrapper: Any = optimizer
+    while type(wrapper).__module__.partition(".")[0] in _WRAPPER_PACKAGES:
+        if "_optimizer_original_step_method" in wrapper.__dict__:
+            wrapper.__setstate__({})
+        wrapper = wrapper.optimizer
 
 
 def _core(plain: Any) -> OffloadCore:

@@ -1,0 +1,86 @@
+"""``python -m accelerate_offload [options] script.py ...``: run a script with offload on.
+
+The way in that changes nothing in the launcher, and the one that also works where torch does not
+load entry points (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``)::
+
+    accelerate launch -m accelerate_offload --offload_chunk_size 512MiB train.py --lr 1e-4
+    accelerate launch -m accelerate_offload -m package.train --lr 1e-4
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import os
+import runpy
+import sys
+
+from . import environment, report
+
+_EPILOG = """Give these options before the script; what follows the script is the script's own:
+  accelerate launch -m accelerate_offload --offload_chunk_size 512MiB train.py --lr 1e-4
+  accelerate launch -m accelerate_offload -m package.train --lr 1e-4"""
+
+
+def main(argv: list[str]) -> None:
+    """Run the script that ``argv`` names as if Python itself had been given it.
+
+    Args:
+        argv: command line without the program's name.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m accelerate_offload",
+        usage="%(prog)s [-h] [--offload_<field> VALUE ...] [-m] script ...",
+        description="Run a training script with its optimizer state offloaded to host memory.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own = list(itertools.takewhile(lambda arg: arg.startswith("-"), argv))
+    if set(own) - {"-m", "--module"}:
+        # Only with options of ours is torch imported before the script, which may want to set
+        # variables that torch reads when it is imported.
+        from . import flags
+
+        flags.add_fields(parser, twins=True)
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="The script is a module, as in `python -m`."
+    )
+    # PARSER takes one word that is no option and then everything as it is, "--" included.
+    parser.add_argument(
+        "script",
+        nargs=argparse.PARSER,
+        help="Path of the script (name of the module with -m), then its own arguments.",
+    )
+    args = vars(parser.parse_args(argv))
+    (script, *script_args), is_module = args.pop("script"), args.pop("module")
+    if is_module:
+        if not _module_exists(script):
+            parser.error(f"no module named {script!r}")
+    elif not os.path.exists(script):
+        parser.error(f"there is no script {script!r}")
+
+    environment.export({field: value for field, value in args.items() if value is not None})
+    report.arm()
+    sys.argv = [script, *script_args]  # runpy puts the file's path in front
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        # `python -m` has put the working directory there; for a script it is the script's.
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(os.path.abspath(script), run_name="__main__")  # absolute, as __file__ is
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # a parent package exists and imports something that does not
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

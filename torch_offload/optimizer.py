@@ -194,12 +194,20 @@ def _offloaded_class(plain_class: type[Optimizer]) -> type[Optimizer]:
     )
 
 
+def _layers(optimizer: object) -> list[Any]:
+    """Return the optimizer with the frameworks' wrappers around it, the outermost first."""
+    layers: list[Any] = [optimizer]
+    while type(layers[-1]).__module__.partition(".")[0] in _WRAPPER_PACKAGES:
+        inner = getattr(layers[-1], "optimizer", None)
+        if inner is None:  # Lightning's stand-in for an optimizer that a module does not have
+            break
+        layers.append(inner)
+    return layers
+
+
 def _unwrap(optimizer: object) -> Any:
     """Return the torch optimizer inside a framework's wrapper."""
-    inner = optimizer
-    while type(inner).__module__.partition(".")[0] in _WRAPPER_PACKAGES:
-        inner = cast(Any, inner).optimizer
-    return inner
+    return _layers(optimizer)[-1]
 
 
 def _recapture_step(optimizer: object) -> None:
@@ -207,11 +215,9 @@ def _recapture_step(optimizer: object) -> None:
 
     Accelerate's does under a gradient scaler, and calls that one. It recaptures on unpickling.
     """
-    wrapper: Any = optimizer
-    while type(wrapper).__module__.partition(".")[0] in _WRAPPER_PACKAGES:
+    for wrapper in _layers(optimizer)[:-1]:
         if "_optimizer_original_step_method" in wrapper.__dict__:
             wrapper.__setstate__({})
-        wrapper = wrapper.optimizer
 
 
 def _core(plain: Any) -> OffloadCore:

@@ -18,7 +18,7 @@ import torch
 
 from .chunk import TensorSpec
 from .core import OffloadCore
-from .placement import traveling, travels
+from .placement import dense_stride, traveling, travels
 
 
 def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
@@ -28,8 +28,12 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
     floating-point parameters cast their state, ``step`` keeps its dtype and place unless the
     flavour is fused or capturable.
 
+    Host memory is reused, so a ``state_dict()`` taken earlier changes with it, as it does with
+    every step: deep-copy one that must stay.
+
     Raises:
-        ValueError: the groups do not match the optimizer's. Nothing has changed.
+        ValueError: the groups do not match the optimizer's, or a tensor has no values. Nothing has
+            changed.
         MemoryError: the host has not enough memory for the state. Nothing has changed.
     """
     optimizer: Any = core.optimizer
@@ -63,16 +67,24 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
         }
         if values:
             specs[param] = _cast(param, traveling(values))
-    core.adopt({param: state[param] for param in specs}, specs)
 
+    # A dict that is our own state would bring a torn step back.
+    is_own = any(core.owns(v) for p in specs for k, v in state[p].items() if travels(k, v))
+    before = core.failure
+    core.failure = "an earlier load_state_dict() stopped half-way. Load a checkpoint to go on."
+    try:
+        core.adopt({param: state[param] for param in specs}, specs)
+    except MemoryError:
+        core.failure = before
+        raise
     new_groups = []
     for group, saved in zip(groups, saved_groups, strict=True):
         saved["params"] = group["params"]
         if "param_names" in group:
             saved.setdefault("param_names", group["param_names"])
         new_groups.append(saved)
-    core.failure = None
     optimizer.__setstate__({"state": state, "param_groups": new_groups})
+    core.failure = before if is_own else None
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 
@@ -96,7 +108,8 @@ def _value(param: torch.Tensor, key: str, value: Any, group: Mapping[str, Any]) 
     """Return what ``state[param][key]`` becomes; what travels is copied to the host later."""
     if not isinstance(value, torch.Tensor):
         return deepcopy(value)
-    if travels(value):
+    if travels(key, value):
+        _check_source(key, value)
         return value
     if key == "step":
         if group.get("fused") or group.get("capturable"):
@@ -106,8 +119,19 @@ def _value(param: torch.Tensor, key: str, value: Any, group: Mapping[str, Any]) 
     return value.to(dtype=dtype, device=param.device, copy=True)
 
 
+def _check_source(key: str, value: torch.Tensor) -> None:
+    if value.layout is not torch.strided or value.is_meta:
+        raise ValueError(
+            f"{key!r} in the checkpoint (shape {tuple(value.shape)}, device {value.device}, layout "
+            f"{value.layout}) has no values that can be copied. Load it with dense, real tensors."
+        )
+
+
 def _cast(param: torch.Tensor, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Apply torch's rule for dtypes: state of a floating-point parameter takes its dtype."""
-    if not param.is_floating_point():
-        return specs
-    return tuple(replace(spec, dtype=param.dtype) for spec in specs)
+    if param.is_floating_point():
+        specs = tuple(replace(spec, dtype=param.dtype) for spec in specs)
+    stride = dense_stride(param)
+    return tuple(
+        replace(spec, stride=stride) if spec.shape == tuple(param.shape) else spec for spec in specs
+    )

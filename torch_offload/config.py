@@ -46,9 +46,11 @@ def parse_size(value: int | str, *, field: str) -> int:
         unit = match and _UNITS.get(match.group(2).lower())
         if not match or not unit:
             raise ValueError(f"{field}={value!r} is not a size. {remedy}")
-        num_bytes = int(float(match.group(1)) * unit)
+        num_bytes = int(min(float(match.group(1)) * unit, 2.0**63))
     else:
         num_bytes = value
+    if num_bytes >= 2**63:
+        raise ValueError(f"{field}={value!r} is more than any memory holds. {remedy}")
     if num_bytes <= 0:
         raise ValueError(f"{field}={value!r} is {num_bytes} bytes. It must be at least 1. {remedy}")
     return num_bytes
@@ -78,8 +80,8 @@ class OffloadConfig:
         chunk_size: bytes of state in one chunk, an int or text such as ``"512MiB"``. Normalised
             to an int. One parameter with more state than this is a larger chunk of its own.
         num_slots: device buffers of one chunk each, at least 2. Three let copy-in, update and
-            copy-out of three chunks run at once. GPU memory during a step is
-            ``num_slots * chunk_size``.
+            copy-out of three chunks run at once. GPU memory during a step is at most
+            ``num_slots * chunk_size``, plus what parameters larger than a chunk have beyond it.
         pin_memory: keep host state in page-locked memory. Without it copies are slower and do not
             overlap with anything; the numbers are the same.
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from .chunk import TensorSpec, merge_runs
+from .chunk import TensorSpec
 from .config import OffloadConfig
 from .host import HostStore
-from .layout import HostedChunk, Layout
+from .layout import Home, Layout
 from .pipeline import Born, Creation, Pipeline, Traffic, Update
-from .placement import traveling
+from .placement import traveling, travels
 from .probe import StateProbe
+from .refusals import check_duplicates, check_not_capturing, check_overlap, check_parameter
 from .stats import OffloadStats, StepClock
-from .stepper import Item, Stepper
+from .stepper import Item, Stepper, by_chunk, hyper_parameters, runs
 
 #: Attributes of an optimizer that a stand-in does not share with it.
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
@@ -49,6 +50,9 @@ class OffloadCore:
         self.failure: str | None = None
         #: The instance attribute ``step`` that an LR scheduler had set before the conversion.
         self.scheduler_step: Any = None
+        #: The step pre-hook that notices a bypass, and how many steps of ours are running.
+        self.guard: Any = None
+        self.entered = 0
         self._pipelines: dict[torch.device, Pipeline] = {}
         self._stores: dict[torch.device, HostStore] = {}
         self._layout = Layout(config.chunk_bytes, self._store_for)
@@ -94,13 +98,23 @@ class OffloadCore:
         strangers = [(p, wanted) for p, wanted in specs.items() if not self._fits(p, wanted)]
         if strangers:
             self._layout.add(strangers)
+        moves: list[tuple[dict[str, Any], Home, str, torch.Tensor]] = []
         for param, state in states.items():
             home = self._layout.home(param)
             assert home is not None
-            for key, view in home.views.items():
-                if state[key] is not view:
-                    view.copy_(state[key])
-                    state[key] = view
+            moves += [
+                (state, home, key, state[key])
+                for key in home.views
+                if not home.holds(key, state[key])
+            ]
+        # A source may be another parameter's place, when somebody exchanged states.
+        owned = {_storage(view) for home in self._layout for view in home.views.values()}
+        moves = [
+            (state, home, key, source.clone() if _storage(source) in owned else source)
+            for state, home, key, source in moves
+        ]
+        for state, home, key, source in moves:
+            state[key] = home.receive(key, source)
 
     def step(self) -> None:
         """Update every parameter that has a gradient. Returns before the device is done.
@@ -111,21 +125,21 @@ class OffloadCore:
         if self.failure is not None:
             raise RuntimeError(self.failure)
         optimizer = self.optimizer
+        check_duplicates(optimizer.param_groups)
         items = self._collect(optimizer.param_groups)
         stepper = Stepper(
             self.plain_class,
             self._attributes(),
-            [_hyper_parameters(group) for group in optimizer.param_groups],
+            [hyper_parameters(group) for group in optimizer.param_groups],
         )
         self._clock = StepClock(self._pipelines)
         self._traffic = Traffic()
         try:
             for device, pipeline in self._pipelines.items():
-                born, known = _by_chunk(items, device)
+                check_not_capturing(device)
+                born, known = by_chunk(items, device)
                 pipeline.create([self._creation(stepper, chunk) for chunk in born], self._traffic)
-                pipeline.update(
-                    [_update(stepper, hosted, chunk) for hosted, chunk in known], self._traffic
-                )
+                pipeline.update([_update(stepper, chunk) for chunk in known], self._traffic)
         except BaseException as error:
             self._after_failure(stepper, error)
             raise
@@ -151,24 +165,18 @@ class OffloadCore:
         if self.failure is not None:
             warnings.warn(f"this state is not that of a whole step: {self.failure}", stacklevel=3)
 
-    def on_device(self, param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``state`` with what travels copied to the device of ``param``."""
-        home = self._layout.home(param)
-        views = {} if home is None else home.views
-        return {
-            key: torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=param.device
-            ).copy_(value)
-            if key in views
-            else value
-            for key, value in state.items()
-        }
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is part of the host state."""
+        address = _storage(tensor)
+        return tensor.numel() > 0 and any(
+            _storage(view) == address for home in self._layout for view in home.views.values()
+        )
 
     def _collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Item]:
         """Find the parameters that take part, and give every one that needs it a home."""
         params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
         for _, param in params:
-            _check_supported(param)
+            check_parameter(param)
         self._plan(list(groups), params)
         state = self.state
         active = [(index, param) for index, param in params if param.grad is not None]
@@ -217,6 +225,7 @@ class OffloadCore:
         if missing or len(self._layout) > num_wanted:
             self._layout.keep_only(param for _, param in params)
         if missing:
+            check_overlap([param for _, param in params])
             self._layout.add(missing)
 
     def _attributes(self) -> dict[str, Any]:
@@ -233,7 +242,7 @@ class OffloadCore:
         home = self._layout.home(param)
         assert home is not None
         return home.views.keys() <= state.keys() and all(
-            value is home.views[key] if key in home.views else not traveling({key: value})
+            home.holds(key, value) if key in home.views else not travels(key, value)
             for key, value in state.items()
         )
 
@@ -246,62 +255,22 @@ class OffloadCore:
         return self._stores[device]
 
     def _after_failure(self, stepper: Stepper, error: BaseException) -> None:
+        if stepper.has_changed_anything():
+            # First of all: whatever happens below, this state is not that of a whole step.
+            self.failure = (
+                f"an earlier optimizer step stopped half-way ({type(error).__name__}: {error}): "
+                f"the first {len(stepper.started)} parameters in its order were updated, the last "
+                "of them perhaps in part, and the others were not. Load a checkpoint to go on."
+            )
         for device in self._pipelines:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        if stepper.started:
-            self.failure = (
-                f"an earlier optimizer step stopped half-way ({type(error).__name__}: {error}): "
-                f"the first {len(stepper.started)} parameters in its order were updated or may "
-                "be partly updated, the others were not. Load a checkpoint to go on."
-            )
 
 
-def _check_supported(param: torch.Tensor) -> None:
-    if param.grad is not None and param.grad.layout is not torch.strided:
-        raise NotImplementedError(
-            f"a gradient of layout {param.grad.layout} (shape {tuple(param.shape)}) cannot be "
-            "offloaded. Use dense gradients (for nn.Embedding: sparse=False)."
-        )
-    if hasattr(param, "__tensor_flatten__"):
-        raise NotImplementedError(
-            f"a parameter of class {type(param).__name__} (shape {tuple(param.shape)}) cannot be "
-            "offloaded yet: FSDP2, tensor parallelism and quantised weights wrap their tensors. "
-            "Use the plain optimizer with them."
-        )
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
-def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    values = {key: value for key, value in group.items() if key != "params"}
-    if values.get("foreach", False) is None and not values.get("fused"):
-        kinds = {param.device.type for param in group["params"] if param.grad is not None}
-        if len(kinds) > 1:
-            # torch takes the for-loop for a group with CPU and GPU parameters; a chunk holds one
-            # device, and its own choice would differ in the last bit.
-            values["foreach"] = False
-    return values
-
-
-def _by_chunk(
-    items: Iterable[Item], device: torch.device
-) -> tuple[list[list[Item]], list[tuple[HostedChunk, list[Item]]]]:
-    """Sort one device's parameters by chunk: those without state, and those with."""
-    born: dict[int, list[Item]] = {}
-    known: dict[int, list[Item]] = {}
-    chunks: dict[int, HostedChunk] = {}
-    for item in items:
-        hosted = item.home.hosted
-        if hosted.chunk.device == device:
-            chunks[hosted.index] = hosted
-            (known if item.state else born).setdefault(hosted.index, []).append(item)
-    return (
-        [born[index] for index in sorted(born)],
-        [(chunks[index], known[index]) for index in sorted(known)],
-    )
-
-
-def _update(stepper: Stepper, hosted: HostedChunk, items: list[Item]) -> Update:
-    ranges = sorted((item.home.shard.start, item.home.shard.stop) for item in items)
-    return Update(
-        hosted.block.bytes, merge_runs(ranges), lambda buffer: stepper.update(items, buffer)
-    )
+def _update(stepper: Stepper, items: list[Item]) -> Update:
+    block = items[0].home.hosted.block
+    return Update(block.bytes, runs(items), lambda buffer: stepper.update(items, buffer))

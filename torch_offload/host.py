@@ -30,6 +30,11 @@ from .memory import available_host_bytes
 PIECE_BYTES = 256 * 2**20
 #: Drivers refuse registrations of 512 GiB and more (r580); pieces stay far below.
 MAX_PIECE_BYTES = 64 * 2**30
+#: Python's default is shared memory: a forked child would write into its parent's state, and the
+#: system gives no huge pages.
+_PRIVATE: dict[str, int] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
 #: More threads than this gain nothing (measured with 16 cores).
 MAX_THREADS = 16
 
@@ -39,7 +44,13 @@ class _Piece:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.memory = mmap.mmap(-1, num_bytes)
+        try:
+            self.memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
+        except OSError as error:  # a limit of this process, which no file tells beforehand
+            raise MemoryError(
+                f"optimizer state needs {num_bytes:,} bytes more of host memory and the system "
+                f"refused them: {error}. Raise the limit of address space (ulimit -v)."
+            ) from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.pinned = False
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -61,14 +72,14 @@ class _Piece:
             code = int(cudart.cudaHostRegister(self.address, self.num_bytes, portable))
         if code:
             return str(cudart.cudaGetErrorString(cudart.cudaError(code)))
-        self.pinned = True
-        if hasattr(mmap, "MADV_DONTFORK"):
-            # A forked DataLoader worker would copy every pinned page.
-            self.memory.madvise(mmap.MADV_DONTFORK)
         finalizer = weakref.finalize(
             self, _unregister, self.memory, self.address, device, before_release
         )
         finalizer.atexit = False  # the end of the process gives everything back
+        self.pinned = True
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # A forked DataLoader worker would copy each pinned page that either side writes.
+            self.memory.madvise(mmap.MADV_DONTFORK)
         return None
 
 
@@ -78,6 +89,8 @@ def _unregister(
     before_release()  # the driver may still be writing here
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    if hasattr(mmap, "MADV_DOFORK"):
+        memory.madvise(mmap.MADV_DOFORK)  # tensors that outlive us are ordinary memory again
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,11 @@ class Block:
     offset: int
     bytes: torch.Tensor = field(repr=False)
 
+    @property
+    def address(self) -> int:
+        """Where the first byte is in the process's memory."""
+        return self.piece.address + self.offset
+
     def tensor(self, spec: TensorSpec, offset: int) -> torch.Tensor:
         """Return a CPU tensor over part of the block, with a storage of exactly its own bytes.
 
@@ -102,7 +120,7 @@ class Block:
             offset: first byte, counted from the start of the block.
         """
         if spec.num_bytes == 0:
-            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
         flat = torch.frombuffer(
             self.piece.memory,
             dtype=spec.dtype,
@@ -169,7 +187,7 @@ class HostStore:
                 flat = (
                     torch.frombuffer(piece.memory, dtype=torch.uint8, count=size, offset=offset)
                     if size
-                    else torch.empty(0, dtype=torch.uint8)
+                    else torch.empty(0, dtype=torch.uint8, device="cpu")
                 )
                 blocks.append(Block(piece, offset, flat))
                 offset += size

@@ -3,15 +3,17 @@
 Vocabulary: a *home* is the place of one parameter's state: a range of bytes in the block of a
 chunk, and the CPU tensors over it that ``optimizer.state[p]`` shows.
 
-Parameters are held weakly: frameworks replace them after the conversion, and a reference kept here
-would keep the old weights in memory.
+Parameters are known by ``id`` and not held: frameworks replace them after the conversion, and a
+reference kept here would keep the old weights in memory. A weak one would not, but tensors with one
+cannot be swapped (``torch.utils.swap_tensors``). Should another parameter get the id of one that
+died, it gets that one's place, which nobody needs any more.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,16 +35,46 @@ class Home:
     """The place of one parameter's state.
 
     Attributes:
-        param: the parameter, weakly.
         hosted: the chunk that it is part of.
         shard: its byte range and tensors in that chunk.
         views: state key to CPU tensor, each with a storage of its own.
     """
 
-    param: weakref.ref[torch.Tensor]
     hosted: HostedChunk
     shard: Shard
     views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in self._places():
+            self._renew(key)
+
+    def holds(self, key: str, value: Any) -> bool:
+        """Whether ``value`` is this place's tensor, and still over this place's memory.
+
+        ``tensor.data = ...`` and ``share_memory_()`` put other memory under the same object.
+        """
+        view = self.views[key]
+        spec, offset = self._places()[key]
+        return (
+            value is view
+            and view.dtype == spec.dtype
+            and tuple(view.shape) == spec.shape
+            and view.stride() == spec.stride
+            and (not spec.num_bytes or view.data_ptr() == self.hosted.block.address + offset)
+        )
+
+    def receive(self, key: str, source: torch.Tensor) -> torch.Tensor:
+        """Copy ``source`` here and return the tensor that shows it. Blocks until it is done."""
+        if not self.holds(key, self.views[key]):
+            self._renew(key)
+        return self.views[key].copy_(source.detach())
+
+    def _places(self) -> dict[str, tuple[TensorSpec, int]]:
+        shard = self.shard
+        return {s.key: (s, o) for s, o in zip(shard.tensors, shard.offsets, strict=True)}
+
+    def _renew(self, key: str) -> None:
+        self.views[key] = self.hosted.block.tensor(*self._places()[key])
 
 
 class Layout:
@@ -62,13 +94,14 @@ class Layout:
     def __len__(self) -> int:
         return len(self._homes)
 
+    def __iter__(self) -> Iterator[Home]:
+        return iter(self._homes.values())
+
     def home(self, param: torch.Tensor) -> Home | None:
         """Return the place of ``param``'s state, or ``None`` if it has none on its device yet."""
         home = self._homes.get(id(param))
-        # An id may be used again after its parameter died, and model.to() moves a parameter.
-        if home is None or home.param() is not param or home.hosted.chunk.device != param.device:
-            return None
-        return home
+        # model.to() moves a parameter to another device without making a new one.
+        return home if home is not None and home.hosted.chunk.device == param.device else None
 
     def add(self, states: Sequence[tuple[torch.Tensor, Sequence[TensorSpec]]]) -> None:
         """Give each parameter a home for the tensors named, in new chunks, in this order.
@@ -86,17 +119,9 @@ class Layout:
             hosted = HostedChunk(self._next_index, chunk, blocks[position])
             self._next_index += 1
             for shard in chunk.shards:
-                param = states[shard.param][0]
-                home = Home(weakref.ref(param), hosted, shard)
-                for spec, offset in zip(shard.tensors, shard.offsets, strict=True):
-                    home.views[spec.key] = hosted.block.tensor(spec, offset)
-                self._homes[id(param)] = home
+                self._homes[id(states[shard.param][0])] = Home(hosted, shard)
 
     def keep_only(self, params: Iterable[torch.Tensor]) -> None:
         """Forget every parameter but these. A chunk without parameters gives its memory back."""
         kept = {id(param) for param in params}
-        self._homes = {
-            key: home
-            for key, home in self._homes.items()
-            if key in kept and home.param() is not None
-        }
+        self._homes = {key: home for key, home in self._homes.items() if key in kept}

@@ -8,21 +8,24 @@ wrappers of Lightning and Accelerate go on working.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from functools import cache
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from .checkpoint import load_state_dict
 from .config import OffloadConfig
 from .core import OffloadCore
+from .placement import travels
+from .refusals import check_optimizer, check_step_attribute
 from .stats import OffloadStats
 
 O = TypeVar("O")  # noqa: E741
 
-_SUPPORTED = (Adam, AdamW)
 #: Packages whose wrapper classes keep the user's optimizer in ``.optimizer``.
 _WRAPPER_PACKAGES = frozenset(
     {"accelerate", "accelerate_offload", "lightning", "pytorch_lightning", "lightning_fabric"}
@@ -57,18 +60,25 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
                 "Call unoffload() first to change it."
             )
         return optimizer
-    config = OffloadConfig() if config is None else config
-    _check_convertible(plain)
-    plain_class: Any = type(plain)
-    core = OffloadCore(plain, plain_class, config)
-    core.scheduler_step = plain.__dict__.pop("step", None)
-    existing = {param: state for param, state in plain.state.items() if state}
-    if existing:
-        core.adopt(existing)
-    plain.__dict__["_offload_core"] = core
-    plain.__class__ = _offloaded_class(plain_class)
+    check_optimizer(plain)
+    _convert(plain, OffloadConfig() if config is None else config)
     _recapture_step(optimizer)
     return optimizer
+
+
+def _convert(plain: Any, config: OffloadConfig) -> None:
+    core = OffloadCore(plain, type(plain), config)
+    core.scheduler_step = plain.__dict__.get("step")
+    # Copies, so that the optimizer is as it was if this fails or is interrupted.
+    existing = {param: dict(state) for param, state in plain.state.items() if state}
+    if existing:
+        with _outside_autograd():
+            core.adopt(existing)
+    core.guard = plain.register_step_pre_hook(_refuse_bypass)
+    plain.__dict__["_offload_core"] = core
+    plain.__class__ = _offloaded_class(cast(Any, core.plain_class))
+    plain.__dict__.pop("step", None)
+    core.state.update(existing)
 
 
 def unoffload(optimizer: O) -> O:
@@ -81,15 +91,24 @@ def unoffload(optimizer: O) -> O:
     """
     plain = _unwrap(optimizer)
     core = _core(plain)
+    check_step_attribute(plain, "unoffload()")
+    core.warn_if_torn()
     core.synchronize()
-    state = core.state
-    for param, values in state.items():
-        if isinstance(param, torch.Tensor):
-            state[param] = core.on_device(param, values)
-    del plain.__dict__["_offload_core"]
+    with _outside_autograd():
+        moved = {
+            param: {
+                key: value.to(param.device, copy=True) if travels(key, value) else value
+                for key, value in values.items()
+            }
+            for param, values in core.state.items()
+            if isinstance(param, torch.Tensor)
+        }
+    core.state.update(moved)
+    core.guard.remove()
     plain.__class__ = core.plain_class
-    if core.scheduler_step is not None:
-        plain.__dict__["step"] = core.scheduler_step
+    # A scheduler that was built meanwhile found a step that was marked, and looks for the mark.
+    plain.__dict__["step"] = core.scheduler_step or MethodType(_scheduled_step, plain)
+    del plain.__dict__["_offload_core"]
     _recapture_step(optimizer)
     return optimizer
 
@@ -144,54 +163,92 @@ class OffloadedOptimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain torch checkpoint into host memory, in place."""
-        load_state_dict(self._offload_core, state_dict)
+        with _outside_autograd():
+            load_state_dict(self._offload_core, state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a plain torch checkpoint; its tensors are the host state itself."""
+        """Return a plain torch checkpoint. As in torch its tensors are the state itself, so later
+        steps and loads change them: deep-copy one that must stay."""
         self._offload_core.warn_if_torn()
         return cast(dict[str, Any], super().state_dict())  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made at run time, so a pickle names the plain one.
+        # The class was made at run time, so a pickle names the plain one. Its state is on the CPU:
+        # offload() what was unpickled, or load a checkpoint, before it steps on a GPU.
         core = self._offload_core
+        core.warn_if_torn()
         return object.__new__, (core.plain_class,), cast(Any, core.optimizer).__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         core = self._offload_core
-        clone = core.plain_class.__new__(core.plain_class)
+        clone = object.__new__(core.plain_class)
         memo[id(self)] = clone
         clone.__setstate__(copy.deepcopy(cast(Any, core.optimizer).__getstate__(), memo))
-        return offload(clone, core.config)
+        _convert(clone, core.config)
+        _core(clone).failure = core.failure
+        return clone
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Update the parameters. A closure is evaluated once, before any chunk."""
     core: OffloadCore = self._offload_core
     core.optimizer.__dict__["_opt_called"] = True  # what LR schedulers look for
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    # Lightning validates under inference mode; state born there could never be updated again.
-    with torch.inference_mode(False), torch.no_grad():
+    with _outside_autograd():
         core.step()
     return loss
 
 
+_hooked_step: Any = Optimizer.profile_hook_step(_step)
+
+
+def _guarded_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Update the parameters. A closure is evaluated once, before any chunk."""
+    core: OffloadCore | None = getattr(self, "_offload_core", None)
+    if core is None:  # bound by somebody before unoffload()
+        return type(self).step(self, *args, **kwargs)
+    core.entered += 1
+    try:
+        return _hooked_step(self, *args, **kwargs)
+    finally:
+        core.entered -= 1
+
+
+def _scheduled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    self._opt_called = True
+    return type(self).step(self, *args, **kwargs)
+
+
+_scheduled_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def _refuse_bypass(optimizer: Any, *_: Any) -> None:
+    """As a step pre-hook: notice a ``step`` of the plain class that was bound before offload()."""
+    if is_offloaded(optimizer) and not _core(optimizer).entered:
+        raise RuntimeError(
+            "a step() that was bound before offload() was called and would go past it. Call "
+            "offload() before the optimizer is wrapped, or give it the wrapper."
+        )
+
+
+@contextmanager
+def _outside_autograd() -> Iterator[None]:
+    # Lightning validates under inference mode; state born there could never be updated again.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 @cache
-def _offloaded_class(plain_class: type[Optimizer]) -> type[Optimizer]:
-    step: Any = Optimizer.profile_hook_step(_step)
-    # torch wraps the class's step once more at every load unless it is marked, and LR schedulers
-    # bind the step that they find on the instance unless it is marked.
-    step.hooked = True
-    step._wrapped_by_lr_sched = True
-    name = f"Offloaded{plain_class.__name__}"
-    return cast(
-        type[Optimizer],
-        type(
-            name, (OffloadedOptimizer, plain_class), {"step": step, "__doc__": plain_class.__doc__}
-        ),
-    )
+def _offloaded_class(plain_class: Any) -> type[Optimizer]:
+    # Streams and host memory cannot be traced; torch keeps its own steps from it in the same way.
+    step: Any = torch.compiler.disable(_guarded_step)  # type: ignore[no-untyped-call]
+    step.hooked = True  # or torch would wrap it once more at every load
+    step._wrapped_by_lr_sched = True  # or LR schedulers would bind it on the instance
+    namespace = {"step": step, "__doc__": plain_class.__doc__}
+    made = type(f"Offloaded{plain_class.__name__}", (OffloadedOptimizer, plain_class), namespace)
+    return cast(type[Optimizer], made)
 
 
 def _layers(optimizer: object) -> list[Any]:
@@ -224,28 +281,3 @@ def _core(plain: Any) -> OffloadCore:
     if not is_offloaded(plain):
         raise ValueError(f"{type(plain).__name__} is not offloaded. Call offload(optimizer) first.")
     return cast(OffloadCore, plain._offload_core)
-
-
-def _check_convertible(optimizer: Any) -> None:
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"offload() takes a torch.optim.Optimizer, not {name}.")
-    if type(optimizer) not in _SUPPORTED:
-        raise NotImplementedError(
-            f"{name} cannot be offloaded yet: only torch.optim.Adam and torch.optim.AdamW can. "
-            "Use one of them, or train without offload."
-        )
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ValueError(f"{name} has no parameters. Give it parameters before offload().")
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise NotImplementedError(
-                f"{name} has differentiable=True in group {index}: its state is part of a graph "
-                "and cannot leave the device. Use differentiable=False."
-            )
-    step = optimizer.__dict__.get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            f"the step method of this {name} was replaced by {step!r}, which would go past the "
-            "offload. Call offload() before whatever replaced it."
-        )

@@ -90,12 +90,14 @@ class Pipeline:
         h2d, d2h = self.streams.h2d, self.streams.d2h
         caller = caller_stream(self.device)
         num_slots = min(self.num_slots, len(work))
-        slot_bytes = max(item.block.numel() for item in work)
+        # Each slot is as large as the largest chunk that it will hold, so that one parameter that
+        # is larger than a chunk costs its size once.
+        sizes = [max(item.block.numel() for item in work[i::num_slots]) for i in range(num_slots)]
         slots = [
-            Handoff(torch.empty(slot_bytes, dtype=torch.uint8, device=self.device), caller)
-            for _ in range(num_slots)
+            Handoff(torch.empty(size, dtype=torch.uint8, device=self.device), caller)
+            for size in sizes
         ]
-        traffic.staging_bytes = max(traffic.staging_bytes, num_slots * slot_bytes)
+        traffic.staging_bytes = max(traffic.staging_bytes, sum(sizes))
         try:
             for op in plan_schedule(len(work), num_slots):
                 item = work[op.chunk]
@@ -128,15 +130,17 @@ class Pipeline:
             return
         d2h = self.streams.d2h
         caller = caller_stream(self.device)
-        slots: list[Handoff[list[Born]] | None] = [None] * self.num_slots
-        slot_bytes = [0] * self.num_slots
+        num_slots = min(self.num_slots, len(work))
+        slots: list[Handoff[list[Born]] | None] = [None] * num_slots
+        slot_bytes = [0] * num_slots
         try:
-            for op in plan_schedule(len(work), self.num_slots, copy_in=False):
+            for op in plan_schedule(len(work), num_slots, copy_in=False):
                 slot = slots[op.slot]
                 if op.job is Job.UPDATE:
                     if slot is not None:
                         slot.take(caller)  # I5: the allocator may reuse this memory from here on
                     slots[op.slot] = slot = None
+                    slot_bytes[op.slot] = 0
                     born = work[op.chunk].apply()
                     slots[op.slot] = Handoff(born, caller)
                     slot_bytes[op.slot] = sum(tensor.nbytes for tensor, _ in born)

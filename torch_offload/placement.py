@@ -10,14 +10,15 @@ import torch
 from .chunk import TensorSpec
 
 
-def travels(value: Any) -> bool:
+def travels(key: str, value: Any) -> bool:
     """Whether one value of ``optimizer.state[p]`` lives on the host between steps.
 
     Tensors with at least one dimension do. 0-dim tensors stay: ``step`` is on the CPU for the
     for-loop and foreach flavours and on the GPU for ``fused`` and ``capturable``, whose kernels
-    require it there, and neither costs memory worth a copy.
+    require it there, and neither costs memory worth a copy. ``step`` stays in any shape, since
+    torch never gives it its parameter's dtype.
     """
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and key != "step"
 
 
 def traveling(state: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
@@ -28,7 +29,7 @@ def traveling(state: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(key, tuple(value.shape), dense_stride(value), value.dtype)
         for key, value in state.items()
-        if travels(value)
+        if travels(key, value)
     )
 
 

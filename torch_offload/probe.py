@@ -81,7 +81,7 @@ class StateProbe:
     def _probe(
         self, group: Mapping[str, Any], param: torch.Tensor
     ) -> tuple[tuple[str, torch.dtype], ...]:
-        tiny = torch.nn.Parameter(torch.zeros([2] * param.dim(), dtype=param.dtype, device="cpu"))
+        tiny = torch.nn.Parameter(torch.zeros([1] * param.dim(), dtype=param.dtype, device="cpu"))
         tiny.grad = torch.zeros_like(tiny)
         clone = {key: _on_cpu(value) for key, value in group.items() if key != "params"}
         clone.update({key: value for key, value in _CPU_FLAVOUR.items() if key in clone})
@@ -90,7 +90,7 @@ class StateProbe:
         step_detached(self._plain_class, self._attributes, [clone], state)
         found = []
         for key, value in state[tiny].items():
-            if travels(value):
+            if travels(key, value):
                 assert value.shape == tiny.shape, (
                     f"state {key!r} does not have its parameter's shape"
                 )

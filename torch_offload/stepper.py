@@ -8,16 +8,19 @@ hyper-parameters of this step, so the user's own groups and hooks are never touc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .chunk import merge_runs
 from .layout import Home
 from .pipeline import Born
 from .placement import travels
 from .probe import step_detached
+
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,16 @@ class Stepper:
         self._plain_class = plain_class
         self._groups = groups
         self.attributes = attributes
+        #: The parameters of the chunks that were updated or begun, in order.
         self.started: list[torch.Tensor] = []
         self.num_chunks = 0
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def has_changed_anything(self) -> bool:
+        """Whether a parameter, or state that lives outside the chunks, is not what it was."""
+        return self.num_chunks > 0 or any(
+            tensor._version != version for tensor, version in self._versions
+        )
 
     def update(self, items: Sequence[Item], buffer: torch.Tensor) -> None:
         """Update parameters and the state in ``buffer``, in place, on the current stream.
@@ -90,7 +101,7 @@ class Stepper:
         self._step(items, states)
         born: list[Born] = []
         for item, state in zip(items, states, strict=True):
-            found = {key for key, value in state.items() if travels(value)}
+            found = {key for key, value in state.items() if travels(key, value)}
             assert found == item.home.views.keys(), f"planned {item.home.views.keys()}, got {found}"
             for key, value in state.items():
                 home = item.home.views.get(key)
@@ -108,6 +119,12 @@ class Stepper:
             state[shard] = values
         groups = [{**self._groups[index], "params": shards} for index, shards in members.items()]
         self.started.extend(item.param for item in items)
+        # A chunk's moments change in the slot alone until it is copied out.
+        self._versions = [
+            (tensor, tensor._version)
+            for item in items
+            for tensor in (item.param, *_resident(item.state))
+        ]
         stand_in = step_detached(self._plain_class, self.attributes, groups, state)
         self.attributes.update(
             {
@@ -117,6 +134,48 @@ class Stepper:
             }
         )
         self.num_chunks += 1
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group says besides its parameters, with the flavour that torch would choose.
+
+    torch takes the for-loop by default for a whole group if any of its parameters with a gradient
+    is on the CPU or of a class of its own. A chunk is part of a group, and its own choice could
+    differ from that in the last bit.
+    """
+    values = {key: value for key, value in group.items() if key != "params"}
+    if values.get("foreach", False) is None and not values.get("fused"):
+        active = [param for param in group["params"] if param.grad is not None]
+        same_device = len({param.device.type for param in active}) <= 1
+        if not same_device or any(type(p) not in _PLAIN_CLASSES for p in active):
+            values["foreach"] = False
+    return values
+
+
+def by_chunk(
+    items: Iterable[Item], device: torch.device
+) -> tuple[list[list[Item]], list[list[Item]]]:
+    """Sort one device's parameters by chunk: those without state, and those with."""
+    born: dict[int, list[Item]] = {}
+    known: dict[int, list[Item]] = {}
+    for item in items:
+        hosted = item.home.hosted
+        if hosted.chunk.device == device:
+            (known if item.state else born).setdefault(hosted.index, []).append(item)
+    return [born[index] for index in sorted(born)], [known[index] for index in sorted(known)]
+
+
+def runs(items: Iterable[Item]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of bytes of their chunk that travel when these parameters are updated."""
+    return merge_runs(sorted((item.home.shard.start, item.home.shard.stop) for item in items))
+
+
+def _resident(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [
+        value
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and not travels(key, value) and not value.is_inference()
+    ]
 
 
 def _shard(param: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,9 @@ def read(config: Any) -> tuple[bool, dict[str, Any]]:
     """
     section = getattr(config, SECTION, None) or {}
     values = {field: value for field, value in section.items() if field != _SWITCH}
-    return section.get(_SWITCH, bool(values)), values
+    # `chunk_size:` with nothing behind it means the default.
+    given = {field: value for field, value in values.items() if value not in (None, "")}
+    return section.get(_SWITCH, bool(values)), given
 
 
 def _check(section: Any) -> None:

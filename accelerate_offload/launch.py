@@ -7,6 +7,7 @@ Both take ``-`` for ``_``, as all of Accelerate's flags do.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from typing import Any
 
@@ -35,20 +36,13 @@ def extend(module: Any) -> None:
 
     @functools.wraps(make_parser)
     def launch_command_parser(*args: Any, **kwargs: Any) -> Any:
-        from . import flags  # imports torch, which is there by the time a parser is made
-
         parser = make_parser(*args, **kwargs)
-        group = parser.add_argument_group(
-            GROUP, "Keep optimizer state in host memory and stream it through the GPU at each step."
-        )
-        if flags.add(
-            group,
-            SWITCH_FLAG,
-            dest=_SWITCH_DEST,
-            action="store_true",
-            help="Whether to offload optimizer state.",
-        ):
-            flags.add_fields(group, _FIELD_DEST)
+        try:
+            _add_flags(parser)
+        except Exception as error:  # whatever is wrong with us, Accelerate's commands go on working
+            logging.getLogger("torch_offload").warning(
+                f"accelerate launch has no {SWITCH_FLAG}: {type(error).__name__}: {error}"
+            )
         return parser
 
     @functools.wraps(validate)
@@ -72,6 +66,22 @@ def extend(module: Any) -> None:
     module.launch_command_parser = launch_command_parser
     module._validate_launch_command = _validate_launch_command
     module.launch_command = launch_command
+
+
+def _add_flags(parser: Any) -> None:
+    from . import flags  # imports torch, which is there by the time a parser is made
+
+    group = parser.add_argument_group(
+        GROUP, "Keep optimizer state in host memory and stream it through the GPU at each step."
+    )
+    if flags.add(
+        group,
+        SWITCH_FLAG,
+        dest=_SWITCH_DEST,
+        action="store_true",
+        help="Whether to offload optimizer state.",
+    ):
+        flags.add_fields(group, _FIELD_DEST)
 
 
 def _export(args: Any, config: Any) -> None:

@@ -48,7 +48,7 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         config: OffloadConfig | None = None,
     ) -> None:
         _check(optimizer, scaler)
-        name = type(optimizer).__name__
+        name = type(optimizer).__name__.removeprefix("Offloaded")
         if config is None and not is_offloaded(optimizer):
             config = environment.config_from_environment()
         if config is not None:

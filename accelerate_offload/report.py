@@ -33,10 +33,8 @@ def active(optimizer_name: str, config: OffloadConfig | None, *, is_main_process
     global _num_converted
     _num_converted += 1
     if _num_converted == 1 and is_main_process:
-        how = "" if config is None else f", {config!r}"
-        _say(
-            f"optimizer offload is active: the state of {optimizer_name} lives in host memory{how}"
-        )
+        how = "as configured in code" if config is None else repr(config)
+        _say(f"optimizer offload is active: state of {optimizer_name} lives in host memory, {how}")
 
 
 def arm() -> None:
@@ -60,8 +58,8 @@ def _at_exit() -> None:
         f"WARNING: {environment.SWITCH} asked for optimizer offload, but no optimizer was "
         "offloaded: the state stayed where it was. Only optimizers that are given to "
         "Accelerator.prepare() after that variable was set are offloaded (Trainer does it by "
-        "itself), and none was: the script may step a plain torch optimizer, may have prepared it "
-        "earlier, or DeepSpeed or Megatron-LM may own it."
+        "itself), and none was: the script may only evaluate, may step a plain torch optimizer, "
+        "may have prepared it earlier, or DeepSpeed or Megatron-LM may own it."
     )
 
 

@@ -85,15 +85,13 @@ class OffloadMixin(_Strategy):  # type: ignore[misc]
 
     def _offload(self, optimizer: Optimizer) -> None:
         """Convert the user's optimizer in place, and say so the first time."""
-        name = type(optimizer).__name__
+        name = type(optimizer).__name__.removeprefix("Offloaded")
         offload(optimizer, self.offload_config)
         if not self._announced:
             self._announced = True
-            config = self.offload_config
             rank_zero_info(
                 f"{STRATEGY_NAME}: the state of {name} lives in host memory "
-                f"(device {self.root_device}, chunk_size={config.chunk_bytes / 2**20:g}MiB, "
-                f"num_slots={config.num_slots}, pin_memory={config.pin_memory})"
+                f"(device {self.root_device}, {self.offload_config})"
             )
 
 
@@ -115,11 +113,19 @@ class TrainerOffloadMixin(OffloadMixin):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def setup_optimizers(self, trainer: Any) -> None:
-        """Let the user's module build optimizers and schedulers, then convert the optimizers."""
-        super().setup_optimizers(trainer)
-        for optimizer in self._user_optimizers():
-            self._offload(optimizer)
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's optimizers, converted. Lightning and callbacks assign them several times."""
+        return super().optimizers  # type: ignore[no-any-return]
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            # Lightning puts a mock in the place of an optimizer that a module does not have.
+            if type(optimizer).__name__ != "_MockOptimizer":
+                self._offload(optimizer)
+        # After the conversion: Lightning's proxies derive from the optimizer's class.
+        super(TrainerOffloadMixin, type(self)).optimizers.__set__(self, optimizers)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load into host memory. Lightning's method moves the loaded state to the root device."""
@@ -129,14 +135,10 @@ class TrainerOffloadMixin(OffloadMixin):
 
     def teardown(self) -> None:
         """Wait for copies in flight before the model leaves the GPU."""
-        for optimizer in self._user_optimizers():
-            if is_offloaded(optimizer):  # else set-up failed before the conversion
+        for optimizer in self.optimizers:
+            if is_offloaded(optimizer):
                 synchronize(optimizer)
         super().teardown()
-
-    def _user_optimizers(self) -> list[Optimizer]:
-        # Lightning puts a mock in the place of an optimizer that a module does not have
-        return [opt for opt in self.optimizers if type(opt).__name__ != "_MockOptimizer"]
 
 
 class FabricOffloadMixin(OffloadMixin):

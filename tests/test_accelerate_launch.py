@@ -132,7 +132,7 @@ def test_unmodified_script(folder: Path, plain: dict[str, Any], way: str):
     assert len(lines) == 1, done.stderr
     assert "offload is active" in lines[0]
     assert "AdamW" in lines[0]
-    assert "chunk_size=1024" in lines[0]
+    assert "chunk_size='1KiB'" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,43 @@ def test_script_sees_what_python_would_show_it(tmp_path: Path, command: list[str
 
 
 @pytest.mark.parametrize(
+    "options", [["--offload_optimizer"], ["--offload-optimizer", "--"], ["--"]], ids=" ".join
+)
+def test_shim_takes_the_launchers_switch_and_a_separator(tmp_path: Path, options: list[str]):
+    (tmp_path / "show.py").write_text("import sys; print(sys.argv)")
+    done = run_python("-m", "accelerate_offload", *options, "show.py", "a", cwd=tmp_path)
+    assert done.stdout == "['show.py', 'a']\n"
+
+
+LATE = """
+import atexit, pickle, threading
+class C: pass
+def late(): print(pickle.loads(pickle.dumps(C())).__class__ is C)
+atexit.register(late)
+threading.Timer(0.2, late).start()
+"""
+
+
+@pytest.mark.parametrize("command", [["late.py"], ["-m", "late"]], ids=" ".join)
+def test_the_script_stays_main_after_its_last_line(tmp_path: Path, command: list[str]):
+    (tmp_path / "late.py").write_text(LATE)
+    done = run_python("-m", "accelerate_offload", *command, cwd=tmp_path)
+    assert done.stdout == "True\nTrue\n", done.stderr
+
+
+def test_accelerate_goes_on_working_when_the_core_is_broken(tmp_path: Path):
+    (tmp_path / "torch_offload").mkdir()
+    (tmp_path / "torch_offload" / "__init__.py").write_text("raise ImportError('too old a torch')")
+    (tmp_path / "train.py").write_text("print('trained')")
+    done = run_python(*accelerate_launch("train.py"), cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert "trained" in done.stdout
+    assert "accelerate launch has no --offload_optimizer: ImportError: too old" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("command", "message"),
     [
+        (["--"], "the following arguments are required: script"),
         ([], "the following arguments are required: script"),
         (["nowhere.py"], "there is no script 'nowhere.py'"),
         (["-m", "nowhere"], "no module named 'nowhere'"),
@@ -353,6 +388,15 @@ def test_a_flag_turns_on_a_section_that_is_off(launched: dict[str, str], tmp_pat
         "optimizer_offload_config: {offload_optimizer: false, num_slots: 4}\n"
     )
     do_launch("--config_file", str(config), "--offload_optimizer", "train.py")
+    assert launched == {SWITCH: "true", "ACCELERATE_OFFLOAD_NUM_SLOTS": "4"}
+
+
+def test_an_empty_value_in_the_file_means_the_default(launched: dict[str, str], tmp_path: Path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "distributed_type: 'NO'\noptimizer_offload_config:\n  chunk_size:\n  num_slots: 4\n"
+    )
+    do_launch("--config_file", str(config), "train.py")
     assert launched == {SWITCH: "true", "ACCELERATE_OFFLOAD_NUM_SLOTS": "4"}
 
 

@@ -89,6 +89,19 @@ def test_a_group_that_is_added_later() -> None:
     assert_same_with_and_without(run)
 
 
+def test_an_optimizer_that_a_callback_assigns() -> None:
+    class Replace(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.optimizers = [torch.optim.Adam(module.parameters(), lr=1e-3)]
+
+    def run(strategy: Any) -> Any:
+        module = cases.make_module(pl, optimizer=trainable)
+        return cases.fit(pl, strategy, 3, module=module, callbacks=[Replace()])
+
+    assert_same_with_and_without(run)
+
+
 def test_the_learning_rate_finder(tmp_path: Path) -> None:
     """It trains, then restores a checkpoint whose optimizer has no state yet."""
 

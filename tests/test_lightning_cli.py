@@ -68,7 +68,7 @@ def test_class_path_and_init_args(tmp_path: Path, package: str, module: str) -> 
     done = run(tmp_path, with_class(chunk_size="128KiB", num_slots=2), package)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        f"RAN {module} OffloadConfig(chunk_size=131072, num_slots=2, pin_memory=True) "
+        f"RAN {module} OffloadConfig(chunk_size='128KiB', num_slots=2, pin_memory=True) "
         "OffloadedAdamW"
     ) in done.stdout
     # the configuration that Lightning writes beside the run names the class and every parameter

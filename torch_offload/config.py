@@ -56,6 +56,15 @@ def parse_size(value: int | str, *, field: str) -> int:
     return num_bytes
 
 
+def format_size(num_bytes: int) -> str:
+    """Return a size as :func:`parse_size` reads it: in the largest unit that divides it."""
+    for unit in ("GiB", "MiB", "KiB"):
+        count, rest = divmod(num_bytes, _UNITS[unit.lower()])
+        if count and not rest:
+            return f"{count}{unit}"
+    return str(num_bytes)
+
+
 def parse_bool(value: bool | str, *, field: str) -> bool:
     """Return a truth value, given as a bool or as text such as ``"true"`` or ``"0"``.
 
@@ -104,6 +113,12 @@ class OffloadConfig:
             )
         if not isinstance(self.pin_memory, bool):
             raise ValueError(f"pin_memory={self.pin_memory!r} is not a bool. Use True or False.")
+
+    def __repr__(self) -> str:
+        return (
+            f"OffloadConfig(chunk_size={format_size(self.chunk_bytes)!r}, "
+            f"num_slots={self.num_slots}, pin_memory={self.pin_memory})"
+        )
 
     @property
     def chunk_bytes(self) -> int:

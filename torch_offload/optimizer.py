@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -52,6 +53,8 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
         MemoryError: it has state and the host has not enough memory for it.
     """
     plain = _unwrap(optimizer)
+    if config is not None and type(config) is not OffloadConfig:  # a front end's subclass
+        config = OffloadConfig(**{f.name: getattr(config, f.name) for f in fields(OffloadConfig)})
     if is_offloaded(plain):
         present = _core(plain).config
         if config is not None and config != present:

@@ -178,7 +178,10 @@ def test_a_gradient_with_other_strides(device):
             optimizer.step()
         return params, optimizer
 
-    for kwargs in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+    flavours = [{"foreach": True}, {"foreach": False}]
+    if device.type == "cpu":  # the CUDA kernel of the plain optimizer refuses other strides
+        flavours.append({"fused": True})
+    for kwargs in flavours:
         assert_same(run(None, **kwargs), run(OffloadConfig(chunk_size=1), **kwargs))
 
 
@@ -198,21 +201,12 @@ def test_a_parameter_class_of_its_own_in_the_group(device):
 
 
 def test_forty_dimensions_and_a_default_device(device):
-    def run(config):
-        params = make_params(device, shapes=[(1,) * 38 + (2, 3), (0, 3), (5,)])
-        optimizer = torch.optim.AdamW(params, lr=0.1)
-        if config:
-            offload(optimizer, config)
-        with torch.device("meta"):
-            return go_on_outside(params, optimizer)
-
-    def go_on_outside(params, optimizer):
-        for param in params:
-            param.grad = torch.ones_like(param)
+    params = make_params(device, shapes=[(1,) * 38 + (2, 3), (0, 3), (5,)])
+    optimizer = offload(torch.optim.AdamW(params, lr=0.1), CONFIG)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with device:  # what is made without a device lands there
         optimizer.step()
-        return params, optimizer
-
-    params, optimizer = run(CONFIG)
     assert all(optimizer.state[p]["exp_avg"].device == CPU for p in params)
     assert torch.equal(optimizer.state[params[0]]["exp_avg"], torch.full(params[0].shape, 0.1))
 

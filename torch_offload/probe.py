@@ -87,7 +87,8 @@ class StateProbe:
         clone.update({key: value for key, value in _CPU_FLAVOUR.items() if key in clone})
         clone["params"] = [tiny]
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        step_detached(self._plain_class, self._attributes, [clone], state)
+        with torch.device("cpu"):  # whatever the user's default is
+            step_detached(self._plain_class, self._attributes, [clone], state)
         found = []
         for key, value in state[tiny].items():
             if travels(key, value):

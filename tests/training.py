@@ -103,6 +103,9 @@ def assert_same(
             continue
         assert list(expected) == list(found), f"param {index}"
         for key, value in expected.items():
+            if not torch.is_tensor(value):
+                assert found[key] == value, f"param {index} state {key}"
+                continue
             assert found[key].dtype == value.dtype
             assert found[key].shape == value.shape
             assert torch.equal(found[key].to(value.device), value), f"param {index} state {key}"

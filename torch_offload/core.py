@@ -22,7 +22,7 @@ from .placement import traveling, travels
 from .probe import StateProbe
 from .refusals import check_duplicates, check_not_capturing, check_overlap, check_parameter
 from .stats import OffloadStats, StepClock
-from .stepper import Item, Stepper, by_chunk, hyper_parameters, runs
+from .stepper import Item, Stepper, by_chunk, runs
 
 #: Attributes of an optimizer that a stand-in does not share with it.
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
@@ -50,12 +50,15 @@ class OffloadCore:
         self.failure: str | None = None
         #: The instance attribute ``step`` that an LR scheduler had set before the conversion.
         self.scheduler_step: Any = None
+        #: Whether the optimizer is one for sparse gradients.
+        self.takes_sparse = False
         #: The step pre-hook that notices a bypass, and how many steps of ours are running.
         self.guard: Any = None
         self.entered = 0
         self._pipelines: dict[torch.device, Pipeline] = {}
         self._stores: dict[torch.device, HostStore] = {}
         self._layout = Layout(config.chunk_bytes, self._store_for)
+        self._probe = StateProbe(plain_class)
         self._clock: StepClock | None = None
         self._traffic = Traffic()
         self._num_chunks = 0
@@ -127,11 +130,9 @@ class OffloadCore:
         optimizer = self.optimizer
         check_duplicates(optimizer.param_groups)
         items = self._collect(optimizer.param_groups)
-        stepper = Stepper(
-            self.plain_class,
-            self._attributes(),
-            [hyper_parameters(group) for group in optimizer.param_groups],
-        )
+        for device in {item.param.device for item in items}:
+            self._store_for(device)
+        stepper = Stepper(self.plain_class, self._attributes(), optimizer.param_groups, items)
         self._clock = StepClock(self._pipelines)
         self._traffic = Traffic()
         try:
@@ -140,6 +141,7 @@ class OffloadCore:
                 born, known = by_chunk(items, device)
                 pipeline.create([self._creation(stepper, chunk) for chunk in born], self._traffic)
                 pipeline.update([_update(stepper, chunk) for chunk in known], self._traffic)
+            stepper.finish()
         except BaseException as error:
             self._after_failure(stepper, error)
             raise
@@ -176,7 +178,7 @@ class OffloadCore:
         """Find the parameters that take part, and give every one that needs it a home."""
         params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
         for _, param in params:
-            check_parameter(param)
+            check_parameter(param, self.takes_sparse)
         self._plan(list(groups), params)
         state = self.state
         active = [(index, param) for index, param in params if param.grad is not None]
@@ -189,16 +191,29 @@ class OffloadCore:
             self.adopt(foreign)
         items = []
         for index, param in active:
-            home = self._layout.home(param)
-            assert home is not None
             # get, not indexing: an empty entry would stand in checkpoints if the step failed.
-            items.append(Item(index, param, home, state.get(param) or {}))
+            known = state.get(param) or {}
+            items.append(Item(index, param, self._layout.home(param), known))
         return items
 
     def _creation(self, stepper: Stepper, items: list[Item]) -> Creation:
         def apply() -> list[Born]:
-            born = stepper.create(items)
-            self.state.update({item.param: item.state for item in items})
+            states = stepper.create(items)
+            specs = [traveling(state or {}) for state in states]
+            strangers = [
+                (item.param, wanted)
+                for item, wanted in zip(items, specs, strict=True)
+                if not self._fits(item.param, wanted)
+            ]
+            if strangers:
+                self._layout.add(strangers)
+            born: list[Born] = []
+            for item, state in zip(items, states, strict=True):
+                home = self._layout.home(item.param)
+                assert home is not None
+                if state is not None:
+                    born += [(state[key], view) for key, view in home.views.items()]
+                    self.state[item.param] = {**state, **home.views}
             return born
 
         return Creation(apply)
@@ -208,8 +223,10 @@ class OffloadCore:
     ) -> None:
         """Give a home to every parameter that will have state and has none that fits."""
         state = self.state
-        probe = StateProbe(self.plain_class, self._attributes())
+        probe = self._probe
+        probe.attributes = self._attributes()
         missing: list[tuple[torch.Tensor, tuple[TensorSpec, ...]]] = []
+        unknown: list[torch.Tensor] = []
         num_wanted = 0
         for index, param in params:
             if not param.requires_grad and param.grad is None:
@@ -220,10 +237,14 @@ class OffloadCore:
                     missing.append((param, traveling(state[param])))
             elif param.grad is not None or self._layout.home(param) is None:
                 specs = probe.specs(groups[index], param)
-                if not self._fits(param, specs):
+                if specs is None:
+                    unknown.append(param)
+                elif not self._fits(param, specs):
                     missing.append((param, specs))
         if missing or len(self._layout) > num_wanted:
             self._layout.keep_only(param for _, param in params)
+        for param in unknown:
+            self._layout.forget(param)
         if missing:
             check_overlap([param for _, param in params])
             self._layout.add(missing)
@@ -272,5 +293,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _update(stepper: Stepper, items: list[Item]) -> Update:
+    assert items[0].home is not None
     block = items[0].home.hosted.block
     return Update(block.bytes, runs(items), lambda buffer: stepper.update(items, buffer))

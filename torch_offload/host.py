@@ -98,17 +98,18 @@ class Block:
     """The host bytes of one chunk.
 
     Attributes:
+        piece: what it lies in; ``None`` for no bytes.
         bytes: all of them, uint8, for copies of runs.
     """
 
-    piece: _Piece = field(repr=False)
+    piece: _Piece | None = field(repr=False)
     offset: int
     bytes: torch.Tensor = field(repr=False)
 
     @property
     def address(self) -> int:
         """Where the first byte is in the process's memory."""
-        return self.piece.address + self.offset
+        return 0 if self.piece is None else self.piece.address + self.offset
 
     def tensor(self, spec: TensorSpec, offset: int) -> torch.Tensor:
         """Return a CPU tensor over part of the block, with a storage of exactly its own bytes.
@@ -119,7 +120,7 @@ class Block:
             spec: shape, strides and dtype.
             offset: first byte, counted from the start of the block.
         """
-        if spec.num_bytes == 0:
+        if self.piece is None or spec.num_bytes == 0:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
         flat = torch.frombuffer(
             self.piece.memory,
@@ -177,16 +178,17 @@ class HostStore:
                 "available (cgroup limit included). Give the job more memory, or offload fewer "
                 "parameters."
             )
-        pieces = [_Piece(size) for size, _ in plan]
-        self._prepare(pieces)
-        self._pieces.update(pieces)
+        pieces = [_Piece(size) if size else None for size, _ in plan]
+        mapped = [piece for piece in pieces if piece is not None]
+        self._prepare(mapped)
+        self._pieces.update(mapped)
         blocks: list[Block] = []
         for piece, (_, members) in zip(pieces, plan, strict=True):
             offset = 0
             for size in members:
                 flat = (
                     torch.frombuffer(piece.memory, dtype=torch.uint8, count=size, offset=offset)
-                    if size
+                    if piece is not None and size
                     else torch.empty(0, dtype=torch.uint8, device="cpu")
                 )
                 blocks.append(Block(piece, offset, flat))
@@ -236,12 +238,12 @@ def _plan_pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
                 f"may be ({MAX_PIECE_BYTES:,} bytes). Use a smaller chunk_size."
             )
         if members and total + size > PIECE_BYTES:
-            pieces.append((max(total, 1), members))
+            pieces.append((total, members))
             members, total = [], 0
         members.append(size)
         total += size
     if members:
-        pieces.append((max(total, 1), members))
+        pieces.append((total, members))
     return pieces
 
 

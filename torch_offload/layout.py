@@ -121,6 +121,10 @@ class Layout:
             for shard in chunk.shards:
                 self._homes[id(states[shard.param][0])] = Home(hosted, shard)
 
+    def forget(self, param: torch.Tensor) -> None:
+        """Take ``param``'s place away."""
+        self._homes.pop(id(param), None)
+
     def keep_only(self, params: Iterable[torch.Tensor]) -> None:
         """Forget every parameter but these. A chunk without parameters gives its memory back."""
         kept = {id(param) for param in params}

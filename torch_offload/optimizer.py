@@ -41,8 +41,9 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
     numbers are bit for bit those of the plain optimizer.
 
     Args:
-        optimizer: a ``torch.optim.Adam`` or ``AdamW`` in any flavour (for-loop, foreach, fused), or
-            Lightning's, Fabric's or Accelerate's wrapper of one.
+        optimizer: any optimizer that updates each of its parameters by itself, in any flavour
+            (for-loop, foreach, fused), or Lightning's, Fabric's or Accelerate's wrapper of one.
+            Whether it does is tried out on tiny CPU copies.
         config: sizes; ``OffloadConfig()`` by default. An optimizer that is already offloaded stays
             as it is when ``config`` is ``None`` or the one that it has.
 
@@ -63,14 +64,15 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
                 "Call unoffload() first to change it."
             )
         return optimizer
-    check_optimizer(plain)
-    _convert(plain, OffloadConfig() if config is None else config)
+    takes_sparse = check_optimizer(plain)
+    _convert(plain, OffloadConfig() if config is None else config, takes_sparse)
     _recapture_step(optimizer)
     return optimizer
 
 
-def _convert(plain: Any, config: OffloadConfig) -> None:
+def _convert(plain: Any, config: OffloadConfig, takes_sparse: bool) -> None:
     core = OffloadCore(plain, type(plain), config)
+    core.takes_sparse = takes_sparse
     core.scheduler_step = plain.__dict__.get("step")
     # Copies, so that the optimizer is as it was if this fails or is interrupted.
     existing = {param: dict(state) for param, state in plain.state.items() if state}
@@ -187,7 +189,7 @@ class OffloadedOptimizer:
         clone = object.__new__(core.plain_class)
         memo[id(self)] = clone
         clone.__setstate__(copy.deepcopy(cast(Any, core.optimizer).__getstate__(), memo))
-        _convert(clone, core.config)
+        _convert(clone, core.config, core.takes_sparse)
         _core(clone).failure = core.failure
         return clone
 

@@ -25,7 +25,17 @@ def traveling(state: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
     """Describe the tensors of one parameter's state that travel, in the order of its keys.
 
     Strides are those of ``torch.empty_like``: kept where the tensor is dense, else contiguous.
+
+    Raises:
+        NotImplementedError: one of them is made of other tensors, as quantised state is.
     """
+    for key, value in state.items():
+        if hasattr(value, "__tensor_flatten__"):
+            raise NotImplementedError(
+                f"this optimizer keeps {key!r} in a {type(value).__name__}, a tensor made of other "
+                "tensors, which cannot be copied to the host as it is. Train it without offload, "
+                "or use an optimizer with plain tensors."
+            )
     return tuple(
         TensorSpec(key, tuple(value.shape), dense_stride(value), value.dtype)
         for key, value in state.items()

@@ -7,13 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-_SUPPORTED = (Adam, AdamW)
+from .independence import check_independent
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any) -> bool:
     """Refuse what :func:`torch_offload.offload` cannot convert.
+
+    Returns:
+        Whether it is an optimizer for sparse gradients.
 
     Raises:
         TypeError: it is no optimizer.
@@ -23,11 +26,12 @@ def check_optimizer(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"offload() takes a torch.optim.Optimizer, not {name}.")
-    if type(optimizer) not in _SUPPORTED:
-        raise NotImplementedError(
-            f"{name} cannot be offloaded yet: only torch.optim.Adam and torch.optim.AdamW can. "
-            "Use one of them, or train without offload."
-        )
+    for method in ("load_state_dict", "state_dict"):
+        if getattr(type(optimizer), method) is not getattr(Optimizer, method):
+            raise NotImplementedError(
+                f"{name} has a {method} of its own, which would put its state past the offload. "
+                "Train it without offload, or use a class with torch's own."
+            )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ValueError(f"{name} has no parameters. Give it parameters before offload().")
     for index, group in enumerate(optimizer.param_groups):
@@ -38,6 +42,8 @@ def check_optimizer(optimizer: Any) -> None:
             )
     check_duplicates(optimizer.param_groups)
     check_step_attribute(optimizer, "offload()")
+    attributes = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
+    return check_independent(type(optimizer), attributes, optimizer.param_groups)
 
 
 def check_step_attribute(optimizer: Any, function: str) -> None:
@@ -59,9 +65,10 @@ def check_duplicates(groups: Iterable[dict[str, Any]]) -> None:
             )
 
 
-def check_parameter(param: torch.Tensor) -> None:
-    """Refuse gradients that are not dense, and tensor subclasses that wrap other tensors."""
-    if param.grad is not None and param.grad.layout is not torch.strided:
+def check_parameter(param: torch.Tensor, takes_sparse: bool) -> None:
+    """Refuse tensor subclasses that wrap other tensors, and gradients of the wrong layout."""
+    is_sparse = param.grad is not None and param.grad.layout is not torch.strided
+    if param.grad is not None and is_sparse and not takes_sparse:
         raise NotImplementedError(
             f"a gradient of layout {param.grad.layout} (shape {tuple(param.shape)}) cannot be "
             "offloaded. Use dense gradients (for nn.Embedding: sparse=False)."

@@ -186,8 +186,15 @@ def test_two_optimizers_do_not_mix(device):
     assert_same((plain_params[4:], plain[1]), (params[4:], optimizers[1]))
 
 
-def test_nothing_keeps_the_optimizer_alive(device):
-    params, optimizer = train(device, config=OffloadConfig())
+@pytest.mark.parametrize("convert_back", [False, True])
+def test_nothing_keeps_the_optimizer_alive(device, convert_back):
+    params = make_params(device)
+    optimizer = offload(torch.optim.AdamW(params))
+    set_grads(params, 0)
+    optimizer.step()
+    if convert_back:
+        unoffload(optimizer)
+        optimizer.step()
     alive = [weakref.ref(optimizer), weakref.ref(params[0])]
     gc.collect()
     gc.disable()  # reference counts alone must do it

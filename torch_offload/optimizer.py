@@ -8,11 +8,11 @@ wrappers of Lightning and Accelerate go on working.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
-from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,9 +41,9 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
     numbers are bit for bit those of the plain optimizer.
 
     Args:
-        optimizer: any optimizer that updates each of its parameters by itself, in any flavour
-            (for-loop, foreach, fused), or Lightning's, Fabric's or Accelerate's wrapper of one.
-            Whether it does is tried out on tiny CPU copies.
+        optimizer: an optimizer of ``torch.optim`` but LBFGS, in any flavour (for-loop, foreach,
+            fused), or Lightning's, Fabric's or Accelerate's wrapper of one. That it updates each
+            parameter by itself is tried out on tiny CPU copies.
         config: sizes; ``OffloadConfig()`` by default. An optimizer that is already offloaded stays
             as it is when ``config`` is ``None`` or the one that it has.
 
@@ -79,11 +79,26 @@ def _convert(plain: Any, config: OffloadConfig, takes_sparse: bool) -> None:
     if existing:
         with _outside_autograd():
             core.adopt(existing)
-    core.guard = plain.register_step_pre_hook(_refuse_bypass)
-    plain.__dict__["_offload_core"] = core
-    plain.__class__ = _offloaded_class(cast(Any, core.plain_class))
-    plain.__dict__.pop("step", None)
-    core.state.update(existing)
+    made = _offloaded_class(cast(Any, core.plain_class))
+    try:
+        plain.__class__ = made
+        plain.__dict__["_offload_core"] = core
+        core.guard = plain.register_step_pre_hook(_refuse_bypass)
+        plain.__dict__.pop("step", None)
+        core.state.update(existing)
+    except BaseException:
+        _restore(plain, core)
+        raise
+
+
+def _restore(plain: Any, core: OffloadCore) -> None:
+    """Give the optimizer the class and the ``step`` that it had."""
+    plain.__class__ = core.plain_class
+    if core.guard is not None:
+        core.guard.remove()
+    if core.scheduler_step is not None:
+        plain.__dict__["step"] = core.scheduler_step
+    plain.__dict__.pop("_offload_core", None)
 
 
 def unoffload(optimizer: O) -> O:
@@ -109,11 +124,9 @@ def unoffload(optimizer: O) -> O:
             if isinstance(param, torch.Tensor)
         }
     core.state.update(moved)
-    core.guard.remove()
-    plain.__class__ = core.plain_class
     # A scheduler that was built meanwhile found a step that was marked, and looks for the mark.
-    plain.__dict__["step"] = core.scheduler_step or MethodType(_scheduled_step, plain)
-    del plain.__dict__["_offload_core"]
+    core.scheduler_step = core.scheduler_step or _scheduled_step(plain)
+    _restore(plain, core)
     _recapture_step(optimizer)
     return optimizer
 
@@ -221,12 +234,18 @@ def _guarded_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         core.entered -= 1
 
 
-def _scheduled_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-    self._opt_called = True
-    return type(self).step(self, *args, **kwargs)
+def _scheduled_step(optimizer: Any) -> Callable[..., Any]:
+    """Return a ``step`` as an LR scheduler leaves it on an optimizer; it holds it weakly, too."""
+    reference = weakref.ref(optimizer)
 
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = reference()
+        assert optimizer is not None
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
 
-_scheduled_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
 
 
 def _refuse_bypass(optimizer: Any, *_: Any) -> None:

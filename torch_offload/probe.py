@@ -114,7 +114,7 @@ class StateProbe:
             return None
         # Which state there is depends on flags, and on numbers being zero or not.
         settings = tuple(
-            (key, value != 0 if isinstance(value, float) else value)
+            (key, value != 0 if isinstance(value, (int, float)) else value)
             for key, value in group.items()
             if value is None or isinstance(value, (bool, int, float, str))
         )

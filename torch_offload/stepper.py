@@ -180,8 +180,6 @@ class Stepper:
             self._changes[index] = (values, after)
         after = {k: v for k, v in stand_in.__dict__.items() if k not in _STAND_IN_ATTRIBUTES}
         self._changes[None] = (attributes, after)
-        # Flags are no counters: a warning that was given in one chunk is not given in the next.
-        self.attributes.update({k: v for k, v in after.items() if type(v) is bool})
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,12 +202,12 @@ def by_chunk(
     items: Iterable[Item], device: torch.device
 ) -> tuple[list[list[Item]], list[list[Item]]]:
     """Sort one device's parameters by chunk: those without state, and those with."""
-    born: dict[int, list[Item]] = {}
-    known: dict[int, list[Item]] = {}
+    born: dict[tuple[int, int], list[Item]] = {}
+    known: dict[tuple[int, int], list[Item]] = {}
     for item in items:
         if item.param.device == device:
             # Nobody knows how large the state of one without a home will be: a chunk of its own.
-            index = -1 - len(born) if item.home is None else item.home.hosted.index
+            index = (1, len(born)) if item.home is None else (0, item.home.hosted.index)
             (known if item.state else born).setdefault(index, []).append(item)
     return [born[index] for index in sorted(born)], [known[index] for index in sorted(known)]
 

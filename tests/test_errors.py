@@ -201,3 +201,14 @@ def test_failure_half_way_keeps_state_readable_and_stops(device, monkeypatch):
     plain.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
     plain.step()
     assert_same((plain_params, plain), (params, optimizer))
+
+
+def test_too_little_host_memory_is_not_taken_for_too_little_gpu_memory():
+    """Batch-size finders retry with a smaller batch on the latter, which would not help."""
+    from accelerate.utils.memory import should_reduce_batch_size
+    from lightning.pytorch.utilities.memory import is_oom_error
+
+    with pytest.raises(MemoryError, match="bytes are available") as caught:
+        host.HostStore(CPU, False, lambda: None).allocate([2**35] * 64)
+    assert not is_oom_error(caught.value)
+    assert not should_reduce_batch_size(caught.value)

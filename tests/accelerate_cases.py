@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from small_net import make_batches, make_net, make_optimizer
 from torch import nn
 
 from accelerate_offload import report
@@ -56,31 +57,6 @@ def switch(on: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Turn offload on, with small chunks, or off."""
     os.environ[SWITCH] = str(on).lower()
     os.environ["ACCELERATE_OFFLOAD_CHUNK_SIZE"] = str(chunk_bytes)
-
-
-def make_net() -> nn.Module:
-    """Return a net with shapes that chunk badly."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 33), nn.Linear(33, 1)
-    )
-
-
-def make_batches(num_batches: int) -> list[torch.Tensor]:
-    """Return the same batches every time."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 16, generator=generator) for _ in range(num_batches)]
-
-
-def make_optimizer(net: nn.Module, **options: Any) -> torch.optim.AdamW:
-    """Return AdamW with two groups that differ."""
-    decay = [p for p in net.parameters() if p.ndim > 1]
-    rest = [p for p in net.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": decay, "weight_decay": 0.1},
-        {"params": rest, "weight_decay": 0.0, "betas": (0.8, 0.9)},
-    ]
-    return torch.optim.AdamW(groups, **{"lr": 1e-2, **options})
 
 
 def make_schedule(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:

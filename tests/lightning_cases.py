@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_net import make_batches, make_net, make_optimizer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -36,14 +37,6 @@ QUIET = [
 ]
 
 
-def make_net() -> nn.Module:
-    """Return a net with shapes that chunk badly: a large matrix, vectors, a scalar-like layer."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 33), nn.Linear(33, 1)
-    )
-
-
 def make_deep_net() -> nn.Module:
     """Return a net whose state (33 MiB in float32) counts, in parameters of 2 MiB of state each."""
     torch.manual_seed(0)
@@ -53,26 +46,9 @@ def make_deep_net() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(512, 1))
 
 
-def make_batches(num_batches: int = 6) -> list[torch.Tensor]:
-    """Return the same batches every time."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 16, generator=generator) for _ in range(num_batches)]
-
-
 def make_loader() -> DataLoader[torch.Tensor]:
     """Return a loader of `make_batches`, in order."""
     return DataLoader(make_batches(), batch_size=None)  # type: ignore[arg-type]
-
-
-def make_optimizer(net: nn.Module, **options: Any) -> torch.optim.AdamW:
-    """Return AdamW with two groups that differ in every hyper-parameter that the update reads."""
-    decay = [p for p in net.parameters() if p.ndim > 1]
-    rest = [p for p in net.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": decay, "weight_decay": 0.1},
-        {"params": rest, "weight_decay": 0.0, "betas": (0.8, 0.9)},
-    ]
-    return torch.optim.AdamW(groups, lr=3e-2, **options)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from training import assert_same, make_params, set_grads, train
+from training import assert_same, fail_at_chunk, make_params, set_grads, train
 
 from torch_offload import (
     OffloadConfig,
@@ -379,17 +379,7 @@ def test_an_error_before_any_update_can_be_corrected(device):
 
 def tear(optimizer, params, monkeypatch):
     """Let a step stop after its first chunk."""
-    from torch_offload import stepper
-
-    real, calls = stepper.step_detached, []
-
-    def second_fails(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise RuntimeError("boom")
-        return real(*args)
-
-    monkeypatch.setattr(stepper, "step_detached", second_fails)
+    fail_at_chunk(monkeypatch, 2)
     set_grads(params, 7)
     with pytest.raises(RuntimeError, match="boom"):
         optimizer.step()

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from training import assert_same, make_params, set_grads, train
+from training import assert_same, fail_at_chunk, make_params, set_grads, train
 
 from torch_offload import (
     OffloadConfig,
@@ -15,7 +15,6 @@ from torch_offload import (
     is_offloaded,
     offload,
     offload_stats,
-    stepper,
     synchronize,
     unoffload,
 )
@@ -167,17 +166,7 @@ def test_failure_half_way_keeps_state_readable_and_stops(device, monkeypatch):
         "optimizer": copy.deepcopy(optimizer.state_dict()),
         "params": [p.detach().clone() for p in params],
     }
-    calls = 0
-    real = stepper.step_detached
-
-    def fail_at_third(*args):
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError("boom")
-        return real(*args)
-
-    monkeypatch.setattr(stepper, "step_detached", fail_at_third)
+    fail_at_chunk(monkeypatch, 3)
     set_grads(params, 7)
     with pytest.raises(RuntimeError, match="boom"):
         optimizer.step()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
-from torch_offload import OffloadConfig, offload
+from torch_offload import OffloadConfig, offload, stepper
 
 #: Shapes that make a planner stumble: 0-dim, empty, one element, sizes off every alignment.
 SHAPES = ((300, 70), (70,), (), (0, 5), (1,), (3, 5, 7), (129, 65), (1000,), (17, 1, 9))
@@ -86,6 +87,19 @@ def train(
         schedule.step()
         optimizer.zero_grad()
     return params, optimizer
+
+
+def fail_at_chunk(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the next step raise "boom" where it would update its ``number``-th chunk, from 1."""
+    real, calls = stepper.step_detached, []
+
+    def step_detached(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == number:
+            raise RuntimeError("boom")
+        return real(*args)
+
+    monkeypatch.setattr(stepper, "step_detached", step_detached)
 
 
 def assert_same(

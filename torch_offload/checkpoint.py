@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .chunk import TensorSpec
-from .core import OffloadCore
+from .core import OffloadCore, storage
 from .placement import dense_stride, traveling, travels
 
 
@@ -69,7 +69,8 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
             specs[param] = _cast(param, traveling(values))
 
     # A dict that is our own state would bring a torn step back.
-    is_own = any(core.owns(v) for p in specs for k, v in state[p].items() if travels(k, v))
+    owned = core.storages()
+    is_own = any(storage(state[p][spec.key]) in owned for p in specs for spec in specs[p])
     before = core.failure
     core.failure = "an earlier load_state_dict() stopped half-way. Load a checkpoint to go on."
     try:

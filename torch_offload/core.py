@@ -35,6 +35,7 @@ class OffloadCore:
         optimizer: the converted optimizer.
         plain_class: its class before the conversion.
         config: the user's choices.
+        takes_sparse: whether it is an optimizer for sparse gradients.
     """
 
     def __init__(
@@ -42,16 +43,16 @@ class OffloadCore:
         optimizer: torch.optim.Optimizer,
         plain_class: type[torch.optim.Optimizer],
         config: OffloadConfig,
+        takes_sparse: bool,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.plain_class = plain_class
         self.config = config
+        self.takes_sparse = takes_sparse
         #: Why no further step is allowed; a checkpoint clears it.
         self.failure: str | None = None
         #: The instance attribute ``step`` that an LR scheduler had set before the conversion.
         self.scheduler_step: Any = None
-        #: Whether the optimizer is one for sparse gradients.
-        self.takes_sparse = False
         #: The step pre-hook that notices a bypass, and how many steps of ours are running.
         self.guard: Any = None
         self.entered = 0
@@ -111,9 +112,9 @@ class OffloadCore:
                 if not home.holds(key, state[key])
             ]
         # A source may be another parameter's place, when somebody exchanged states.
-        owned = {_storage(view) for home in self._layout for view in home.views.values()}
+        owned = self.storages()
         moves = [
-            (state, home, key, source.clone() if _storage(source) in owned else source)
+            (state, home, key, source.clone() if storage(source) in owned else source)
             for state, home, key, source in moves
         ]
         for state, home, key, source in moves:
@@ -167,12 +168,10 @@ class OffloadCore:
         if self.failure is not None:
             warnings.warn(f"this state is not that of a whole step: {self.failure}", stacklevel=3)
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is part of the host state."""
-        address = _storage(tensor)
-        return tensor.numel() > 0 and any(
-            _storage(view) == address for home in self._layout for view in home.views.values()
-        )
+    def storages(self) -> set[int]:
+        """Return the addresses of the storages that make up the host state."""
+        views = (view for home in self._layout for view in home.views.values())
+        return {storage(view) for view in views if view.numel()}
 
     def _collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Item]:
         """Find the parameters that take part, and give every one that needs it a home."""
@@ -288,7 +287,8 @@ class OffloadCore:
                 torch.accelerator.synchronize(device)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
+    """Return the address of the memory under a tensor."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -35,7 +35,7 @@ MAX_PIECE_BYTES = 64 * 2**30
 _PRIVATE: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 )
-#: More threads than this gain nothing (measured with 16 cores).
+#: As many as the machine had on which the set-up was measured.
 MAX_THREADS = 16
 
 
@@ -78,7 +78,7 @@ class _Piece:
         finalizer.atexit = False  # the end of the process gives everything back
         self.pinned = True
         if hasattr(mmap, "MADV_DONTFORK"):
-            # A forked DataLoader worker would copy each pinned page that either side writes.
+            # After a fork, pages that either side writes are copied, and ours are written always.
             self.memory.madvise(mmap.MADV_DONTFORK)
         return None
 
@@ -198,8 +198,7 @@ class HostStore:
 
     def _prepare(self, pieces: Sequence[_Piece]) -> None:
         threads = min(MAX_THREADS, _num_cpus())
-        # One thread per mapping where there are enough: threads that fault pages of the same
-        # mapping wait for each other.
+        # The largest spans that still give every thread one.
         span = max(64 * 2**20, sum(piece.num_bytes for piece in pieces) // threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="torch_offload_host") as pool:
             touched = [

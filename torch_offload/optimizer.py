@@ -71,8 +71,7 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
 
 
 def _convert(plain: Any, config: OffloadConfig, takes_sparse: bool) -> None:
-    core = OffloadCore(plain, type(plain), config)
-    core.takes_sparse = takes_sparse
+    core = OffloadCore(plain, type(plain), config, takes_sparse)
     core.scheduler_step = plain.__dict__.get("step")
     # Copies, so that the optimizer is as it was if this fails or is interrupted.
     existing = {param: dict(state) for param, state in plain.state.items() if state}

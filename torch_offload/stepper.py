@@ -100,13 +100,12 @@ class Stepper:
                 del item.state[key]
             for key, value in state.items():
                 view = views.get(key)
-                if view is None or value is view:
-                    if view is None:
-                        item.state[key] = value
-                elif isinstance(value, torch.Tensor) and _same_kind(value, view):
+                if value is view:
+                    continue
+                if view is not None and isinstance(value, torch.Tensor) and _same_kind(value, view):
                     view.copy_(value)  # the optimizer made a new tensor
                 else:
-                    item.state[key] = value  # of another shape: it moves to the host next time
+                    item.state[key] = value  # one that does not fit moves to the host next time
 
     def create(self, items: Sequence[Item]) -> list[dict[str, Any] | None]:
         """Update parameters that have no state yet, and return the state that each got, if any."""

@@ -16,6 +16,7 @@ import torch
 from .chunk import TensorSpec
 from .config import OffloadConfig
 from .host import HostStore
+from .independence import Traits
 from .layout import Home, Layout
 from .pipeline import Born, Creation, Pipeline, Traffic, Update
 from .placement import traveling, travels
@@ -35,7 +36,7 @@ class OffloadCore:
         optimizer: the converted optimizer.
         plain_class: its class before the conversion.
         config: the user's choices.
-        takes_sparse: whether it is an optimizer for sparse gradients.
+        traits: what a trial of the class found out.
     """
 
     def __init__(
@@ -43,12 +44,12 @@ class OffloadCore:
         optimizer: torch.optim.Optimizer,
         plain_class: type[torch.optim.Optimizer],
         config: OffloadConfig,
-        takes_sparse: bool,
+        traits: Traits,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.plain_class = plain_class
         self.config = config
-        self.takes_sparse = takes_sparse
+        self.traits = traits
         #: Why no further step is allowed; a checkpoint clears it.
         self.failure: str | None = None
         #: The instance attribute ``step`` that an LR scheduler had set before the conversion.
@@ -177,7 +178,7 @@ class OffloadCore:
         """Find the parameters that take part, and give every one that needs it a home."""
         params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
         for _, param in params:
-            check_parameter(param, self.takes_sparse)
+            check_parameter(param, self.traits.sparse)
         self._plan(list(groups), params)
         state = self.state
         active = [(index, param) for index, param in params if param.grad is not None]

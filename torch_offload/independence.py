@@ -34,11 +34,24 @@ class _Copy:
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the trial found out about an optimizer.
+
+    Attributes:
+        sparse: it is one for sparse gradients.
+        elementwise: it updates each element by itself, so a parameter may be stepped in parts.
+    """
+
+    sparse: bool
+    elementwise: bool
+
+
 def check_independent(
     plain_class: type[torch.optim.Optimizer],
     attributes: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-) -> bool:
+) -> Traits:
     """Refuse an optimizer whose parameters cannot be updated one chunk at a time.
 
     Args:
@@ -47,7 +60,7 @@ def check_independent(
         groups: its parameter groups.
 
     Returns:
-        Whether it is one for sparse gradients.
+        What else the trial found out.
 
     Raises:
         NotImplementedError: it is coupled, needs a closure, keeps tensors of its own, or cannot be
@@ -89,7 +102,7 @@ def check_independent(
             f"{name} couples its parameters: updated one by one, {difference} is not what it is "
             f"when they are updated together. {_ADVICE}"
         )
-    return trial.sparse
+    return Traits(sparse=trial.sparse, elementwise=not trial.sparse and trial.is_elementwise(whole))
 
 
 def _needs_closure(plain_class: type[torch.optim.Optimizer]) -> bool:
@@ -125,15 +138,49 @@ class _Trial:
     groups: Sequence[Mapping[str, Any]]
     sparse: bool = False
 
-    def run(self, cut: Callable[[int], list[list[int]]], seed: int = 0) -> _Copy:
-        """Step a new copy, in the parts that ``cut`` makes of the positions of its parameters."""
+    def is_elementwise(self, whole: _Copy) -> bool:
+        """Whether each row of a copy gets the bits that it has in ``whole`` when it is stepped as
+        a parameter of its own."""
+        if self.sparse:
+            return False
+        try:
+            rows = self.run(lambda count: [list(range(count))], by_row=True)
+        except Exception:
+            return False
+        pieces = iter(row for params in rows.params for row in params)
+        return all(
+            _same_in_rows(whole, param, rows, [next(pieces) for _ in range(_num_rows(param))])
+            for params in whole.params
+            for param in params
+        )
+
+    def run(
+        self, cut: Callable[[int], list[list[int]]], seed: int = 0, by_row: bool = False
+    ) -> _Copy:
+        """Step a new copy, in the parts that ``cut`` makes of the positions of its parameters.
+
+        Args:
+            cut: number of parameters to the positions in each part.
+            seed: of random numbers that a step draws.
+            by_row: make a parameter of its own of each row.
+        """
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(seed)
+            # torch.manual_seed would seed the accelerators too, and dropout with them.
+            torch.default_generator.manual_seed(seed)
             copied = _make(self.attributes, self.groups)
+            whole = [p for params in copied.params for p in params]
+            if by_row:
+                copied.params = [
+                    [torch.nn.Parameter(row) for p in params for row in _rows(p)]
+                    for params in copied.params
+                ]
             flat = [(index, p) for index, params in enumerate(copied.params) for p in params]
             for step in range(_NUM_STEPS):
-                for position, (_, param) in enumerate(flat):
-                    param.grad = self._grad(param, 100 * step + position)
+                grads = [self._grad(p, 100 * step + n) for n, p in enumerate(whole)]
+                if by_row:
+                    grads = [row for grad in grads for row in _rows(grad)]
+                for (_, param), grad in zip(flat, grads, strict=True):
+                    param.grad = grad
                 groups, attributes = copied.groups, copied.attributes
                 copied.groups = list(groups)
                 for part in cut(len(flat)):
@@ -186,6 +233,35 @@ def _make(attributes: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
             ]
         )
     return _Copy(params, [tiny_group(group) for group in groups], dict(attributes))
+
+
+def _num_rows(param: torch.Tensor) -> int:
+    return len(param) if param.dim() else 1
+
+
+def _rows(param: torch.Tensor) -> list[torch.Tensor]:
+    return (
+        [row.clone() for row in torch.split(param.detach(), 1)] if param.dim() else [param.detach()]
+    )
+
+
+def _same_in_rows(
+    whole: _Copy, param: torch.Tensor, parts: _Copy, rows: Sequence[torch.Tensor]
+) -> bool:
+    """Whether a parameter and its state have the bits that its rows have."""
+
+    def joined(values: Sequence[Any]) -> Any:
+        return torch.cat([v.detach() for v in values]) if param.dim() else values[0].detach()
+
+    state, states = whole.state.get(param, {}), [parts.state.get(row, {}) for row in rows]
+    if any(state.keys() != other.keys() for other in states):
+        return False
+    return _same(param.detach(), joined(rows)) and all(
+        _same(value, joined([other[key] for other in states]))
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim()
+        else all(_same(value, other[key]) for other in states)
+        for key, value in state.items()
+    )
 
 
 def _difference(whole: _Copy, parts: _Copy) -> str | None:

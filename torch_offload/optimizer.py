@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .checkpoint import load_state_dict
 from .config import OffloadConfig
 from .core import OffloadCore
+from .independence import Traits
 from .placement import travels
 from .refusals import check_optimizer, check_step_attribute
 from .stats import OffloadStats
@@ -64,14 +65,14 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
                 "Call unoffload() first to change it."
             )
         return optimizer
-    takes_sparse = check_optimizer(plain)
-    _convert(plain, OffloadConfig() if config is None else config, takes_sparse)
+    traits = check_optimizer(plain)
+    _convert(plain, OffloadConfig() if config is None else config, traits)
     _recapture_step(optimizer)
     return optimizer
 
 
-def _convert(plain: Any, config: OffloadConfig, takes_sparse: bool) -> None:
-    core = OffloadCore(plain, type(plain), config, takes_sparse)
+def _convert(plain: Any, config: OffloadConfig, traits: Traits) -> None:
+    core = OffloadCore(plain, type(plain), config, traits)
     core.scheduler_step = plain.__dict__.get("step")
     # Copies, so that the optimizer is as it was if this fails or is interrupted.
     existing = {param: dict(state) for param, state in plain.state.items() if state}
@@ -201,7 +202,7 @@ class OffloadedOptimizer:
         clone = object.__new__(core.plain_class)
         memo[id(self)] = clone
         clone.__setstate__(copy.deepcopy(cast(Any, core.optimizer).__getstate__(), memo))
-        _convert(clone, core.config, core.takes_sparse)
+        _convert(clone, core.config, core.traits)
         _core(clone).failure = core.failure
         return clone
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .independence import check_independent
+from .independence import Traits, check_independent
 
 #: Where classes may come from. Those of others pass the same trial, but it does not see everything
 #: that a class may do yet (DESIGN.md, "Which optimizers").
 _PACKAGES = ("torch.optim.",)
 
 
-def check_optimizer(optimizer: Any) -> bool:
+def check_optimizer(optimizer: Any) -> Traits:
     """Refuse what :func:`torch_offload.offload` cannot convert.
 
     Returns:
-        Whether it is an optimizer for sparse gradients.
+        What a trial of it found out.
 
     Raises:
         TypeError: it is no optimizer.

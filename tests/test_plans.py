@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_offload.chunk import ALIGNMENT, TensorSpec, align, merge_runs, plan_chunks
+from torch_offload.chunk import ALIGNMENT, Run, TensorSpec, align, cut_rows, merge_runs, plan_chunks
 from torch_offload.schedule import Job, plan_schedule
 
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -23,19 +23,19 @@ states = st.lists(st.tuples(st.sampled_from(DEVICES), st.lists(tensors, max_size
 @given(states, st.integers(1, 50_000))
 def test_chunks_cover_everything_once_in_order(states, chunk_bytes):
     chunks = plan_chunks(states, chunk_bytes)
-    assert [s.param for c in chunks for s in c.shards] == list(range(len(states)))
+    assert [s.param for c in chunks for s in c.places] == list(range(len(states)))
     for chunk in chunks:
-        assert all(states[s.param][0] == chunk.device for s in chunk.shards)
+        assert all(states[s.param][0] == chunk.device for s in chunk.places)
         end = 0
-        for shard in chunk.shards:
-            assert shard.start == end
-            for spec, offset in zip(shard.tensors, shard.offsets, strict=True):
+        for place in chunk.places:
+            assert place.start == end
+            for spec, offset in zip(place.tensors, place.offsets, strict=True):
                 assert offset == end
                 assert offset % ALIGNMENT == 0
                 end += align(spec.num_bytes)
-            assert shard.stop == end
+            assert place.stop == end
         assert chunk.num_bytes == end
-        filled = [s for s in chunk.shards if s.stop > s.start]
+        filled = [s for s in chunk.places if s.stop > s.start]
         assert chunk.num_bytes <= chunk_bytes or len(filled) == 1
 
 
@@ -43,23 +43,82 @@ def test_chunks_cover_everything_once_in_order(states, chunk_bytes):
 def test_chunks_are_as_full_as_order_and_devices_allow(states, chunk_bytes):
     chunks = plan_chunks(states, chunk_bytes)
     for chunk, following in pairwise(chunks):
-        first = following.shards[0]
+        first = following.places[0]
         fits = chunk.num_bytes + (first.stop - first.start) <= chunk_bytes
         assert not (fits and chunk.device == following.device)
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=40))
 def test_runs_are_the_fewest_that_cover_the_active_bytes(sizes):
-    ranges, wanted, position = [], set(), 0
+    runs, wanted, position = [], set(), 0
     for size, active in sizes:
         if active:
-            ranges.append((position, position + size))
+            runs.append(Run(position, position, size))
             wanted.update(range(position, position + size))
         position += size
-    runs = merge_runs(ranges)
-    covered = [byte for start, stop in runs for byte in range(start, stop)]
+    merged = merge_runs(runs)
+    covered = [byte for run in merged for byte in range(run.host, run.host + run.num_bytes)]
     assert covered == sorted(wanted)
-    assert all(a[1] < b[0] for a, b in pairwise(runs))
+    assert all(run.host == run.slot for run in merged)
+    assert all(a.host + a.num_bytes < b.host for a, b in pairwise(merged))
+
+
+def test_runs_that_are_apart_on_one_side_stay_apart():
+    assert merge_runs([Run(0, 0, 4), Run(4, 64, 4)]) == (Run(0, 0, 4), Run(4, 64, 4))
+    assert merge_runs([Run(0, 0, 4), Run(4, 4, 4)]) == (Run(0, 0, 8),)
+
+
+permuted = st.lists(st.integers(0, 12), min_size=1, max_size=4).flatmap(
+    lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
+)
+
+
+@given(permuted, st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3), st.integers(1, 3000))
+def test_parts_cover_a_parameter_once_and_keep_to_the_chunk(drawn, dtypes, chunk_bytes):
+    shape, order = drawn
+    tensor = torch.empty(shape).permute(order)
+    specs = [
+        TensorSpec(str(number), tuple(tensor.shape), tensor.stride(), dtype)
+        for number, dtype in enumerate(dtypes)
+    ]
+    (chunk,) = plan_chunks([(DEVICES[0], specs)], chunk_bytes)
+    place = chunk.places[0]
+    parts = cut_rows(specs, tuple(tensor.shape), chunk_bytes)
+    if not parts:
+        assert chunk.num_bytes <= chunk_bytes or max(tensor.shape) == 1
+        return
+    (dim,) = {part.dim for part in parts}
+    assert [parts[0].start, parts[-1].stop] == [0, tensor.shape[dim]]
+    assert all(a.stop == b.start for a, b in pairwise(parts))
+    seen: list[int] = []
+    for part in parts:
+        packed, runs = place.packed(part), place.runs(part)
+        assert packed.stop <= chunk_bytes or part.stop - part.start == 1
+        for spec, offset, run in zip(packed.tensors, packed.offsets, runs, strict=True):
+            rows = part.of(tensor)
+            assert spec.shape == rows.shape
+            assert spec.stride == rows.stride()
+            assert (run.slot, run.num_bytes) == (offset, spec.num_bytes)
+            assert offset % ALIGNMENT == 0
+        seen += [byte for run in runs for byte in range(run.host, run.host + run.num_bytes)]
+        first = tensor.storage_offset() + part.start * tensor.stride(dim)
+        assert runs[0].host == place.offsets[0] + first * dtypes[0].itemsize
+    wanted = [
+        byte
+        for spec, offset in zip(specs, place.offsets, strict=True)
+        for byte in range(offset, offset + spec.num_bytes)
+    ]
+    assert sorted(seen) == wanted
+
+
+def test_rows_that_are_not_contiguous_bytes_are_not_cut():
+    specs = [
+        TensorSpec("a", (4, 6), (6, 1), torch.float32),
+        TensorSpec("b", (4, 6), (1, 4), torch.float32),
+    ]
+    assert cut_rows(specs, (4, 6), 64) == ()
+    assert cut_rows(specs[:1], (4, 7), 64) == ()
+    assert cut_rows([TensorSpec("a", (), (), torch.float64)], (), 1) == ()
 
 
 @given(st.integers(0, 60), st.integers(2, 6), st.booleans())

@@ -18,6 +18,7 @@ import torch
 
 from .chunk import TensorSpec
 from .core import OffloadCore, storage
+from .distributed import local, same_place, wrapping
 from .placement import dense_stride, traveling, travels
 
 
@@ -110,7 +111,7 @@ def _value(param: torch.Tensor, key: str, value: Any, group: Mapping[str, Any]) 
     if not isinstance(value, torch.Tensor):
         return deepcopy(value)
     if travels(key, value):
-        _check_source(key, value)
+        _check_source(param, key, value)
         return value
     if key == "step":
         if group.get("fused") or group.get("capturable"):
@@ -120,7 +121,15 @@ def _value(param: torch.Tensor, key: str, value: Any, group: Mapping[str, Any]) 
     return value.to(dtype=dtype, device=param.device, copy=True)
 
 
-def _check_source(key: str, value: torch.Tensor) -> None:
+def _check_source(param: torch.Tensor, key: str, value: torch.Tensor) -> None:
+    same_shape = value.shape == param.shape
+    if same_shape and not same_place(wrapping(param), wrapping(value)):
+        raise ValueError(
+            f"{key!r} in the checkpoint is {_place_of(value)}, its parameter (shape "
+            f"{tuple(param.shape)}) is {_place_of(param)}. Load it with "
+            "torch.distributed.checkpoint and set_optimizer_state_dict, which distribute it."
+        )
+    value = local(value)
     if value.layout is not torch.strided or value.is_meta:
         raise ValueError(
             f"{key!r} in the checkpoint (shape {tuple(value.shape)}, device {value.device}, layout "
@@ -132,7 +141,12 @@ def _cast(param: torch.Tensor, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpe
     """Apply torch's rule for dtypes: state of a floating-point parameter takes its dtype."""
     if param.is_floating_point():
         specs = tuple(replace(spec, dtype=param.dtype) for spec in specs)
-    stride = dense_stride(param)
-    return tuple(
-        replace(spec, stride=stride) if spec.shape == tuple(param.shape) else spec for spec in specs
-    )
+    stride, shape = dense_stride(param), tuple(local(param).shape)
+    return tuple(replace(spec, stride=stride) if spec.shape == shape else spec for spec in specs)
+
+
+def _place_of(tensor: torch.Tensor) -> str:
+    found = wrapping(tensor)
+    if found is None:
+        return "a plain tensor"
+    return f"a DTensor with placements {found.placements} on {found.mesh}"

@@ -9,12 +9,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .chunk import TensorSpec
 from .config import OffloadConfig
+from .distributed import local, wrapping
 from .host import HostStore
 from .independence import Traits
 from .layout import Home, Layout
@@ -22,8 +24,9 @@ from .pipeline import Born, Creation, Pipeline, Traffic, Update
 from .placement import traveling, travels
 from .probe import StateProbe
 from .refusals import check_duplicates, check_not_capturing, check_overlap, check_parameter
+from .shard import Shard, by_chunk, runs, shards_of
 from .stats import OffloadStats, StepClock
-from .stepper import Item, Stepper, by_chunk, runs
+from .stepper import Stepper
 
 #: Attributes of an optimizer that a stand-in does not share with it.
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
@@ -59,7 +62,7 @@ class OffloadCore:
         self.entered = 0
         self._pipelines: dict[torch.device, Pipeline] = {}
         self._stores: dict[torch.device, HostStore] = {}
-        self._layout = Layout(config.chunk_bytes, self._store_for)
+        self._layout = Layout(config.chunk_bytes, traits.elementwise, self._store_for)
         self._probe = StateProbe(plain_class)
         self._clock: StepClock | None = None
         self._traffic = Traffic()
@@ -115,7 +118,7 @@ class OffloadCore:
         # A source may be another parameter's place, when somebody exchanged states.
         owned = self.storages()
         moves = [
-            (state, home, key, source.clone() if storage(source) in owned else source)
+            (state, home, key, local(source).clone() if storage(source) in owned else source)
             for state, home, key, source in moves
         ]
         for state, home, key, source in moves:
@@ -131,16 +134,16 @@ class OffloadCore:
             raise RuntimeError(self.failure)
         optimizer = self.optimizer
         check_duplicates(optimizer.param_groups)
-        items = self._collect(optimizer.param_groups)
-        for device in {item.param.device for item in items}:
+        shards = self._collect(optimizer.param_groups)
+        for device in {shard.param.device for shard in shards}:
             self._store_for(device)
-        stepper = Stepper(self.plain_class, self._attributes(), optimizer.param_groups, items)
+        stepper = Stepper(self.plain_class, self._attributes(), optimizer.param_groups, shards)
         self._clock = StepClock(self._pipelines)
         self._traffic = Traffic()
         try:
             for device, pipeline in self._pipelines.items():
                 check_not_capturing(device)
-                born, known = by_chunk(items, device)
+                born, known = by_chunk(shards, device)
                 pipeline.create([self._creation(stepper, chunk) for chunk in born], self._traffic)
                 pipeline.update([_update(stepper, chunk) for chunk in known], self._traffic)
             stepper.finish()
@@ -174,7 +177,7 @@ class OffloadCore:
         views = (view for home in self._layout for view in home.views.values())
         return {storage(view) for view in views if view.numel()}
 
-    def _collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Item]:
+    def _collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Shard]:
         """Find the parameters that take part, and give every one that needs it a home."""
         params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
         for _, param in params:
@@ -189,31 +192,38 @@ class OffloadCore:
         }
         if foreign:
             self.adopt(foreign)
-        items = []
+        found = []
         for index, param in active:
             # get, not indexing: an empty entry would stand in checkpoints if the step failed.
             known = state.get(param) or {}
-            items.append(Item(index, param, self._layout.home(param), known))
-        return items
+            home = self._layout.home(param)
+            found += shards_of(index, param, home, known, self.traits.elementwise)
+        return found
 
-    def _creation(self, stepper: Stepper, items: list[Item]) -> Creation:
+    def _creation(self, stepper: Stepper, shards: list[Shard]) -> Creation:
         def apply() -> list[Born]:
-            states = stepper.create(items)
-            specs = [traveling(state or {}) for state in states]
+            states = stepper.create(shards)
+            specs = [
+                tuple(shard.whole(spec) for spec in traveling(state or {}))
+                for shard, state in zip(shards, states, strict=True)
+            ]
             strangers = [
-                (item.param, wanted)
-                for item, wanted in zip(items, specs, strict=True)
-                if not self._fits(item.param, wanted)
+                (shard.param, wanted)
+                for shard, wanted in zip(shards, specs, strict=True)
+                if not self._fits(shard.param, wanted)
             ]
             if strangers:
                 self._layout.add(strangers)
             born: list[Born] = []
-            for item, state in zip(items, states, strict=True):
-                home = self._layout.home(item.param)
+            for shard, state in zip(shards, states, strict=True):
+                home = self._layout.home(shard.param)
                 assert home is not None
                 if state is not None:
-                    born += [(state[key], view) for key, view in home.views.items()]
-                    self.state[item.param] = {**state, **home.views}
+                    born += [
+                        (local(state[key]), shard.of(view)) for key, view in home.views.items()
+                    ]
+                    if shard.is_first:
+                        self.state[shard.param] = {**state, **home.views}
             return born
 
         return Creation(apply)
@@ -223,8 +233,7 @@ class OffloadCore:
     ) -> None:
         """Give a home to every parameter that will have state and has none that fits."""
         state = self.state
-        probe = self._probe
-        probe.attributes = self._attributes()
+        self._probe.attributes = self._attributes()
         missing: list[tuple[torch.Tensor, tuple[TensorSpec, ...]]] = []
         unknown: list[torch.Tensor] = []
         num_wanted = 0
@@ -236,7 +245,7 @@ class OffloadCore:
                 if self._layout.home(param) is None:
                     missing.append((param, traveling(state[param])))
             elif param.grad is not None or self._layout.home(param) is None:
-                specs = probe.specs(groups[index], param)
+                specs = self._probed(groups[index], param)
                 if specs is None:
                     unknown.append(param)
                 elif not self._fits(param, specs):
@@ -249,15 +258,28 @@ class OffloadCore:
             check_overlap([param for _, param in params])
             self._layout.add(missing)
 
+    def _probed(
+        self, group: Mapping[str, Any], param: torch.Tensor
+    ) -> tuple[TensorSpec, ...] | None:
+        """Tell what state ``param`` will have; ``None`` where only its first update can tell."""
+        own = wrapping(param)
+        if own is None:
+            return self._probe.specs(group, param)
+        if not self.traits.elementwise:
+            return None  # a step on meta tensors would communicate
+        specs = self._probe.specs(group, local(param))
+        shape = tuple(local(param).shape)
+        return specs and tuple(
+            replace(spec, wrapping=own) if spec.shape == shape else spec for spec in specs
+        )
+
     def _attributes(self) -> dict[str, Any]:
         """Everything that a stand-in shares with the optimizer, GradScaler's tensors included."""
         return {k: v for k, v in self.optimizer.__dict__.items() if k not in _OWN_ATTRIBUTES}
 
     def _fits(self, param: torch.Tensor, wanted: tuple[TensorSpec, ...]) -> bool:
         home = self._layout.home(param)
-        if home is None or home.views.keys() != {spec.key for spec in wanted}:
-            return False
-        return all(spec.matches(home.views[spec.key]) for spec in wanted)
+        return home is not None and home.fits(wanted)
 
     def _is_home(self, param: torch.Tensor, state: Mapping[str, Any]) -> bool:
         home = self._layout.home(param)
@@ -289,11 +311,16 @@ class OffloadCore:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory under a tensor."""
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of the memory under a tensor, or under the local tensor of a DTensor."""
+    return local(tensor).untyped_storage().data_ptr()
 
 
-def _update(stepper: Stepper, items: list[Item]) -> Update:
-    assert items[0].home is not None
-    block = items[0].home.hosted.block
-    return Update(block.bytes, runs(items), lambda buffer: stepper.update(items, buffer))
+def _update(stepper: Stepper, shards: list[Shard]) -> Update:
+    home = shards[0].home
+    assert home is not None, "a parameter with state has a home"
+    return Update(
+        block=home.hosted.block.bytes,
+        runs=runs(shards),
+        slot_bytes=max(home.slot_bytes(shard.rows) for shard in shards),
+        apply=lambda slot: stepper.update(shards, slot),
+    )

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from .chunk import Chunk, Shard, TensorSpec, plan_chunks
+from .chunk import Chunk, Place, Rows, TensorSpec, cut_rows, plan_chunks
+from .distributed import local, wrapped
 from .host import Block, HostStore
 
 
@@ -36,45 +37,82 @@ class Home:
 
     Attributes:
         hosted: the chunk that it is part of.
-        shard: its byte range and tensors in that chunk.
-        views: state key to CPU tensor, each with a storage of its own.
+        place: its byte range and tensors in that chunk.
+        parts: how it is cut to be updated; empty where it is updated as a whole.
+        views: state key to the tensor that ``optimizer.state`` shows, with a storage of its own. A
+            DTensor for a DTensor, with its local tensor on the host.
     """
 
     hosted: HostedChunk
-    shard: Shard
+    place: Place
+    parts: tuple[Rows, ...] = ()
     views: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in self._places():
             self._renew(key)
 
+    def local(self, key: str) -> torch.Tensor:
+        """Return the CPU tensor over this memory."""
+        return local(self.views[key])
+
     def holds(self, key: str, value: Any) -> bool:
         """Whether ``value`` is this place's tensor, and still over this place's memory.
 
         ``tensor.data = ...`` and ``share_memory_()`` put other memory under the same object.
         """
-        view = self.views[key]
         spec, offset = self._places()[key]
+        if value is not self.views[key]:
+            return False
+        view = self.local(key)
         return (
-            value is view
-            and view.dtype == spec.dtype
+            view.dtype == spec.dtype
             and tuple(view.shape) == spec.shape
             and view.stride() == spec.stride
             and (not spec.num_bytes or view.data_ptr() == self.hosted.block.address + offset)
+        )
+
+    def fits(self, wanted: Iterable[TensorSpec]) -> bool:
+        """Whether tensors with these specs can be copied here without losing anything."""
+        own = {spec.key: spec for spec in self.place.tensors}
+        wanted = list(wanted)
+        return own.keys() == {spec.key for spec in wanted} and all(
+            own[spec.key].same_kind(spec) for spec in wanted
         )
 
     def receive(self, key: str, source: torch.Tensor) -> torch.Tensor:
         """Copy ``source`` here and return the tensor that shows it. Blocks until it is done."""
         if not self.holds(key, self.views[key]):
             self._renew(key)
-        return self.views[key].copy_(source.detach())
+        self.local(key).copy_(local(source).detach())
+        return self.views[key]
+
+    def on_device(self, rows: Rows | None, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the local state tensors, or those rows of them, in a slot that was filled.
+
+        Args:
+            rows: the part that is updated; ``None`` for the whole parameter.
+            slot: uint8, on the device.
+        """
+        place = self.place if rows is None else self.place.packed(rows)
+        return {
+            spec.key: slot.view(spec.dtype).as_strided(
+                spec.shape, spec.stride, offset // spec.dtype.itemsize
+            )
+            for spec, offset in zip(place.tensors, place.offsets, strict=True)
+        }
+
+    def slot_bytes(self, rows: Rows | None) -> int:
+        """Return how large a slot must be."""
+        return self.hosted.chunk.num_bytes if rows is None else self.place.packed(rows).stop
 
     def _places(self) -> dict[str, tuple[TensorSpec, int]]:
-        shard = self.shard
-        return {s.key: (s, o) for s, o in zip(shard.tensors, shard.offsets, strict=True)}
+        place = self.place
+        return {s.key: (s, o) for s, o in zip(place.tensors, place.offsets, strict=True)}
 
     def _renew(self, key: str) -> None:
-        self.views[key] = self.hosted.block.tensor(*self._places()[key])
+        spec, offset = self._places()[key]
+        self.views[key] = wrapped(self.hosted.block.tensor(spec, offset), spec.wrapping)
 
 
 class Layout:
@@ -82,11 +120,15 @@ class Layout:
 
     Args:
         chunk_bytes: upper bound of a chunk.
+        cuts: whether a parameter with more state than that may be updated in parts.
         store_for: the host store of a device.
     """
 
-    def __init__(self, chunk_bytes: int, store_for: Callable[[torch.device], HostStore]) -> None:
+    def __init__(
+        self, chunk_bytes: int, cuts: bool, store_for: Callable[[torch.device], HostStore]
+    ) -> None:
         self._chunk_bytes = chunk_bytes
+        self._cuts = cuts
         self._store_for = store_for
         self._homes: dict[int, Home] = {}
         self._next_index = 0
@@ -118,8 +160,11 @@ class Layout:
         for position, chunk in enumerate(chunks):
             hosted = HostedChunk(self._next_index, chunk, blocks[position])
             self._next_index += 1
-            for shard in chunk.shards:
-                self._homes[id(states[shard.param][0])] = Home(hosted, shard)
+            for place in chunk.places:
+                param = states[place.param][0]
+                shape = tuple(local(param).shape)
+                parts = cut_rows(place.tensors, shape, self._chunk_bytes) if self._cuts else ()
+                self._homes[id(param)] = Home(hosted, place, parts)
 
     def forget(self, param: torch.Tensor) -> None:
         """Take ``param``'s place away."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .checkpoint import load_state_dict
 from .config import OffloadConfig
 from .core import OffloadCore
+from .distributed import local, wrapped, wrapping
 from .independence import Traits
 from .placement import travels
 from .refusals import check_optimizer, check_step_attribute
@@ -117,7 +118,7 @@ def unoffload(optimizer: O) -> O:
     with _outside_autograd():
         moved = {
             param: {
-                key: value.to(param.device, copy=True) if travels(key, value) else value
+                key: _on_device(value, param.device) if travels(key, value) else value
                 for key, value in values.items()
             }
             for param, values in core.state.items()
@@ -255,6 +256,10 @@ def _refuse_bypass(optimizer: Any, *_: Any) -> None:
             "a step() that was bound before offload() was called and would go past it. Call "
             "offload() before the optimizer is wrapped, or give it the wrapper."
         )
+
+
+def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return wrapped(local(value).to(device, copy=True), wrapping(value))
 
 
 @contextmanager

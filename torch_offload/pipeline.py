@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .chunk import Run
 from .schedule import Job, plan_schedule
 from .streams import CopyStreams, Handoff, caller_stream, on
 
@@ -25,18 +26,20 @@ class Update:
 
     Attributes:
         block: the chunk's host bytes, uint8.
-        runs: ranges of bytes that travel; the others have no gradient in this step.
-        apply: updates the chunk in place; given the device buffer of at least the block's size.
+        runs: the bytes that travel; the others have no gradient in this step.
+        slot_bytes: how large its slot must be.
+        apply: updates the chunk in place; given the slot.
     """
 
     block: torch.Tensor
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[Run, ...]
+    slot_bytes: int
     apply: Callable[[torch.Tensor], None]
 
     @property
     def num_bytes(self) -> int:
         """Bytes that travel each way."""
-        return sum(stop - start for start, stop in self.runs)
+        return sum(run.num_bytes for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Pipeline:
         num_slots = min(self.num_slots, len(work))
         # Each slot is as large as the largest chunk that it will hold, so that one parameter that
         # is larger than a chunk costs its size once.
-        sizes = [max(item.block.numel() for item in work[i::num_slots]) for i in range(num_slots)]
+        sizes = [max(item.slot_bytes for item in work[i::num_slots]) for i in range(num_slots)]
         slots = [
             Handoff(torch.empty(size, dtype=torch.uint8, device=self.device), caller)
             for size in sizes
@@ -160,15 +163,23 @@ class Pipeline:
 
     def _copy_in(self, item: Update, buffer: torch.Tensor) -> None:
         with on(self.streams.h2d):
-            for start, stop in item.runs:
-                buffer[start:stop].copy_(item.block[start:stop], non_blocking=True)
+            for run in item.runs:
+                in_slot, on_host = _ends(item, run, buffer)
+                in_slot.copy_(on_host, non_blocking=True)
 
     def _copy_out(self, item: Update, buffer: torch.Tensor) -> None:
         with on(self.streams.d2h):
-            for start, stop in item.runs:
-                item.block[start:stop].copy_(buffer[start:stop], non_blocking=True)
+            for run in item.runs:
+                in_slot, on_host = _ends(item, run, buffer)
+                on_host.copy_(in_slot, non_blocking=True)
 
     def _copy_born(self, born: list[Born]) -> None:
         with on(self.streams.d2h):
             for tensor, home in born:
                 home.copy_(tensor, non_blocking=True)
+
+
+def _ends(item: Update, run: Run, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two sides of a copy: in the slot and on the host."""
+    in_slot = slot[run.slot : run.slot + run.num_bytes]
+    return in_slot, item.block[run.host : run.host + run.num_bytes]

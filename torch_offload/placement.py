@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .chunk import TensorSpec
+from .distributed import local, wrapping
 
 
 def travels(key: str, value: Any) -> bool:
@@ -30,19 +31,24 @@ def traveling(state: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
         NotImplementedError: one of them is made of other tensors, as quantised state is.
     """
     for key, value in state.items():
-        if hasattr(value, "__tensor_flatten__"):
+        if isinstance(value, torch.Tensor) and hasattr(local(value), "__tensor_flatten__"):
             raise NotImplementedError(
                 f"this optimizer keeps {key!r} in a {type(value).__name__}, a tensor made of other "
                 "tensors, which cannot be copied to the host as it is. Train it without offload, "
                 "or use an optimizer with plain tensors."
             )
     return tuple(
-        TensorSpec(key, tuple(value.shape), dense_stride(value), value.dtype)
+        TensorSpec(
+            key, tuple(local(value).shape), dense_stride(value), value.dtype, wrapping(value)
+        )
         for key, value in state.items()
         if travels(key, value)
     )
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides that a new tensor made like ``tensor`` gets, without making one on its device."""
-    return torch.empty_like(tensor, device="meta", requires_grad=False).stride()
+    """Strides that a new tensor made like ``tensor`` gets, without making one on its device.
+
+    Of a DTensor, those of the local tensor.
+    """
+    return torch.empty_like(local(tensor), device="meta", requires_grad=False).stride()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .distributed import local
 from .independence import Traits, check_independent
 
 #: Where classes may come from. Those of others pass the same trial, but it does not see everything
@@ -75,18 +76,19 @@ def check_duplicates(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def check_parameter(param: torch.Tensor, takes_sparse: bool) -> None:
-    """Refuse tensor subclasses that wrap other tensors, and gradients of the wrong layout."""
+    """Refuse tensor subclasses that wrap other tensors, but for DTensor, and gradients of the wrong
+    layout."""
     is_sparse = param.grad is not None and param.grad.layout is not torch.strided
     if param.grad is not None and is_sparse and not takes_sparse:
         raise NotImplementedError(
             f"a gradient of layout {param.grad.layout} (shape {tuple(param.shape)}) cannot be "
             "offloaded. Use dense gradients (for nn.Embedding: sparse=False)."
         )
-    if hasattr(param, "__tensor_flatten__"):
+    own = local(param)
+    if hasattr(own, "__tensor_flatten__"):
         raise NotImplementedError(
-            f"a parameter of class {type(param).__name__} (shape {tuple(param.shape)}) cannot be "
-            "offloaded yet: FSDP2, tensor parallelism and quantised weights wrap their tensors. "
-            "Use the plain optimizer with them."
+            f"a parameter of class {type(own).__name__} (shape {tuple(param.shape)}), a tensor "
+            "made of other tensors, cannot be offloaded. Use the plain optimizer with it."
         )
 
 
@@ -94,7 +96,7 @@ def check_overlap(params: Sequence[torch.Tensor]) -> None:
     """Refuse two parameters over the same memory: the order of their updates would depend on
     where a chunk ends."""
     spans = []
-    for param in params:
+    for param in map(local, params):
         if param.numel():
             reach = sum((n - 1) * step for n, step in zip(param.shape, param.stride(), strict=True))
             start = param.data_ptr()

@@ -1,47 +1,27 @@
 """Steps the shards of one chunk with the user's own optimizer class.
 
-A *shard* stands in for the user's parameter: it shares its memory and its gradient. The class's
-``step`` runs on a stand-in optimizer that holds these shards, their state on the device and the
-hyper-parameters of this step, so the user's own groups and hooks are never touched by it.
+The class's ``step`` runs on a stand-in optimizer that holds these shards, their state on the device
+and the hyper-parameters of this step, so the user's own groups and hooks are never touched by it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types
 
-from .chunk import merge_runs
-from .layout import Home
+from .distributed import local, wrapped, wrapping
 from .placement import travels
 from .probe import snapshot, step_detached
+from .shard import Shard
 
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 #: What a stand-in has of its own.
 _STAND_IN_ATTRIBUTES = frozenset(
     {"param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 )
-
-
-@dataclass(slots=True)
-class Item:
-    """One parameter that takes part in this step.
-
-    Attributes:
-        group: index of its parameter group.
-        param: the user's parameter; has a gradient.
-        home: where its state lives on the host; ``None`` where only its first update can tell how
-            much that is.
-        state: its entry of ``optimizer.state``; empty before its first update.
-    """
-
-    group: int
-    param: torch.Tensor
-    home: Home | None
-    state: dict[str, Any]
 
 
 class Stepper:
@@ -54,7 +34,7 @@ class Stepper:
         plain_class: the user's optimizer class.
         attributes: the optimizer's attributes but its groups and state.
         groups: its parameter groups; changed by :meth:`finish` alone.
-        items: all the parameters that take part in this step.
+        shards: all that take part in this step.
     """
 
     def __init__(
@@ -62,13 +42,17 @@ class Stepper:
         plain_class: type[torch.optim.Optimizer],
         attributes: dict[str, Any],
         groups: Sequence[dict[str, Any]],
-        items: Sequence[Item],
+        shards: Sequence[Shard],
     ) -> None:
         self._plain_class = plain_class
         self.attributes = attributes
         self._groups = groups
         self._values = [hyper_parameters(group) for group in groups]
-        self._newcomers = {_kind(item) for item in items if not item.state}
+        self._newcomers = {_kind(shard) for shard in shards if not shard.state}
+        #: What does not travel of the state of a parameter that is updated in parts, as it was.
+        self._residents: dict[int, dict[str, Any]] = {}
+        #: State of such a parameter that appeared in this step: its id and the key to all of it.
+        self._grown: dict[tuple[int, str], torch.Tensor] = {}
         #: What group values and attributes became: group index (or None) to (before, after).
         self._changes: dict[int | None, tuple[dict[str, Any], dict[str, Any]]] = {}
         #: The parameters of the chunks that were updated or begun, in order.
@@ -82,34 +66,37 @@ class Stepper:
             tensor._version != version for tensor, version in self._versions
         )
 
-    def update(self, items: Sequence[Item], buffer: torch.Tensor) -> None:
-        """Update parameters and the state in ``buffer``, in place, on the current stream.
+    def update(self, shards: Sequence[Shard], slot: torch.Tensor) -> None:
+        """Update parameters and the state in ``slot``, in place, on the current stream.
 
         Args:
-            items: parameters of one chunk, all with state.
-            buffer: uint8, laid out like the chunk, on the parameters' device.
+            shards: those of one chunk, all with state.
+            slot: uint8, on the parameters' device, filled with what travels.
         """
-        on_device = [_device_views(_home(item), buffer) for item in items]
+        on_device = [shard.views(slot) for shard in shards]
         states: list[dict[str, Any]] = [
-            {key: views.get(key, value) for key, value in item.state.items()}
-            for item, views in zip(items, on_device, strict=True)
+            {key: views.get(key, value) for key, value in self._state(shard).items()}
+            for shard, views in zip(shards, on_device, strict=True)
         ]
-        self._step(items, states)
-        for item, views, state in zip(items, on_device, states, strict=True):
-            for key in item.state.keys() - state.keys():
-                del item.state[key]
+        self._step(shards, states)
+        for shard, views, state in zip(shards, on_device, states, strict=True):
+            if shard.is_first:
+                for key in shard.state.keys() - state.keys():
+                    del shard.state[key]
             for key, value in state.items():
                 view = views.get(key)
                 if value is view:
                     continue
                 if view is not None and isinstance(value, torch.Tensor) and _same_kind(value, view):
                     view.copy_(value)  # the optimizer made a new tensor
+                elif shard.is_alone or shard.unwraps:
+                    self._keep(shard, key, value)
                 else:
-                    item.state[key] = value  # one that does not fit moves to the host next time
+                    shard.state[key] = value  # one that does not fit moves to the host next time
 
-    def create(self, items: Sequence[Item]) -> list[dict[str, Any] | None]:
-        """Update parameters that have no state yet, and return the state that each got, if any."""
-        return self._step(items, [None for _ in items])
+    def create(self, shards: Sequence[Shard]) -> list[dict[str, Any] | None]:
+        """Update shards that have no state yet, and return the state that each got, if any."""
+        return self._step(shards, [None for _ in shards])
 
     def finish(self) -> None:
         """Write counters that advanced back to the optimizer's groups and attributes.
@@ -135,30 +122,61 @@ class Stepper:
                 elif type(value) in (list, dict, set) and value != given[key]:
                     target[key] = value
 
+    def _state(self, shard: Shard) -> dict[str, Any]:
+        """Return the parameter's state as it is, or as it was before its first part was updated."""
+        if shard.rows is None:
+            return shard.state
+        if shard.is_first:
+            residents = {
+                key: None if travels(key, value) else value for key, value in shard.state.items()
+            }
+            self._residents[id(shard.param)] = snapshot(residents)
+            return shard.state
+        return snapshot(self._residents[id(shard.param)])
+
+    def _keep(self, shard: Shard, key: str, value: Any) -> None:
+        """Store what a part's update put under ``key`` in the state of the whole parameter."""
+        if not travels(key, value):
+            if shard.is_first:
+                shard.state[key] = value
+            return
+        if value.shape != shard.of(shard.param).shape:
+            raise RuntimeError(
+                f"{self._plain_class.__name__} put a tensor of shape {tuple(value.shape)} into "
+                f"state {key!r} of a parameter of shape {tuple(shard.param.shape)} that is updated "
+                "in parts. Use a chunk_size that is not smaller than its state."
+            )
+        name = (id(shard.param), key)
+        if shard.is_first:
+            full = torch.empty_like(local(shard.param), dtype=value.dtype, requires_grad=False)
+            self._grown[name] = wrapped(full, wrapping(shard.param))
+            shard.state[key] = self._grown[name]  # moves to the host next time
+        shard.of(self._grown[name]).copy_(value)
+
     def _step(
-        self, items: Sequence[Item], states: Sequence[dict[str, Any] | None]
+        self, shards: Sequence[Shard], states: Sequence[dict[str, Any] | None]
     ) -> list[dict[str, Any] | None]:
-        """Step the items with these states; ``None`` where the optimizer is to make one."""
+        """Step the shards with these states; ``None`` where the optimizer is to make one."""
         members: dict[int, list[torch.Tensor]] = {}
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        shards = [_shard(item.param) for item in items]
-        for item, shard, values in zip(items, shards, states, strict=True):
-            members.setdefault(item.group, []).append(shard)
+        stand_ins = [shard.stand_in() for shard in shards]
+        for shard, stand_in, values in zip(shards, stand_ins, states, strict=True):
+            members.setdefault(shard.group, []).append(stand_in)
             if values is not None:
-                state[shard] = values
-        self.started.extend(item.param for item in items)
+                state[stand_in] = values
+        self.started.extend(shard.param for shard in shards if shard.is_first)
         # A chunk's moments change in the slot alone until it is copied out.
         self._versions = [
             (tensor, tensor._version)
-            for item in items
-            for tensor in (item.param, *_resident(item.state))
+            for shard in shards
+            for tensor in (local(shard.param), *_resident(shard.state))
         ]
-        for kind in {_kind(item) for item in items if item.state} & self._newcomers:
-            members[kind[0]].append(_newcomer(next(i for i in items if _kind(i) == kind)))
+        for kind in {_kind(shard) for shard in shards if shard.state} & self._newcomers:
+            members[kind[0]].append(_newcomer(next(s for s in shards if _kind(s) == kind)))
         groups = [{**self._values[index], "params": own} for index, own in members.items()]
         self._run(list(members), groups, state)
         self.num_chunks += 1
-        return [state.get(shard) for shard in shards]
+        return [state.get(stand_in) for stand_in in stand_ins]
 
     def _run(
         self,
@@ -192,55 +210,29 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("foreach", False) is None and not values.get("fused"):
         active = [param for param in group["params"] if param.grad is not None]
         same_device = len({param.device.type for param in active}) <= 1
-        if not same_device or any(type(p) not in _PLAIN_CLASSES for p in active):
+        if not same_device or any(type(p) not in _foreach_supported_types for p in active):
             values["foreach"] = False
     return values
 
 
-def by_chunk(
-    items: Iterable[Item], device: torch.device
-) -> tuple[list[list[Item]], list[list[Item]]]:
-    """Sort one device's parameters by chunk: those without state, and those with."""
-    born: dict[tuple[int, int], list[Item]] = {}
-    known: dict[tuple[int, int], list[Item]] = {}
-    for item in items:
-        if item.param.device == device:
-            # Nobody knows how large the state of one without a home will be: a chunk of its own.
-            index = (1, len(born)) if item.home is None else (0, item.home.hosted.index)
-            (known if item.state else born).setdefault(index, []).append(item)
-    return [born[index] for index in sorted(born)], [known[index] for index in sorted(known)]
-
-
-def runs(items: Iterable[Item]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of bytes of their chunk that travel when these parameters are updated."""
-    shards = [_home(item).shard for item in items]
-    return merge_runs(sorted((shard.start, shard.stop) for shard in shards))
-
-
-def _kind(item: Item) -> tuple[int, torch.device, torch.dtype]:
+def _kind(shard: Shard) -> tuple[int, torch.device, torch.dtype]:
     """What torch's multi-tensor code puts into one list."""
-    return item.group, item.param.device, item.param.dtype
+    return shard.group, shard.param.device, shard.param.dtype
 
 
-def _newcomer(item: Item) -> torch.Tensor:
-    """Make a parameter of one element without state, to be stepped with ``item`` and dropped.
+def _newcomer(shard: Shard) -> torch.Tensor:
+    """Make a parameter of one element without state, to be stepped with ``shard`` and dropped.
 
     Where one parameter of a list has no state yet, some classes take another path for the whole
     list (SGD with momentum and foreach), which differs in the last bit. New parameters are stepped
     in chunks of their own, so one stands in for them in the others.
     """
-    newcomer = torch.nn.Parameter(item.param.new_zeros([1] * item.param.dim()))
-    grad = torch.zeros_like(newcomer)
-    assert item.param.grad is not None
-    if item.param.grad.layout is not torch.strided:
-        grad = grad.to_sparse(item.param.grad.sparse_dim())
-    newcomer.grad = grad
+    param, grad = shard.of(shard.param), shard.param.grad
+    newcomer = torch.nn.Parameter(param.new_zeros([1] * param.dim()))
+    assert grad is not None
+    own = torch.zeros_like(newcomer)
+    newcomer.grad = own if grad.layout is torch.strided else own.to_sparse(grad.sparse_dim())
     return newcomer
-
-
-def _home(item: Item) -> Home:
-    assert item.home is not None, "a parameter with state has a home"
-    return item.home
 
 
 def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -253,21 +245,3 @@ def _resident(state: Mapping[str, Any]) -> list[torch.Tensor]:
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and not travels(key, value) and not value.is_inference()
     ]
-
-
-def _shard(param: torch.Tensor) -> torch.Tensor:
-    shard = torch.nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-    grad = param.grad
-    if grad is not None and grad.dtype != param.dtype:
-        shard.grad_dtype = grad.dtype
-    shard.grad = grad
-    return shard
-
-
-def _device_views(home: Home, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        spec.key: buffer.view(spec.dtype).as_strided(
-            spec.shape, spec.stride, offset // spec.dtype.itemsize
-        )
-        for spec, offset in zip(home.shard.tensors, home.shard.offsets, strict=True)
-    }

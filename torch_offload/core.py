@@ -220,7 +220,8 @@ class OffloadCore:
                 assert home is not None
                 if state is not None:
                     born += [
-                        (local(state[key]), shard.of(view)) for key, view in home.views.items()
+                        (local(state[key]), local(shard.of(view)))
+                        for key, view in home.views.items()
                     ]
                     if shard.is_first:
                         self.state[shard.param] = {**state, **home.views}

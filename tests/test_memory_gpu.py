@@ -36,7 +36,7 @@ def test_every_step_stays_within_its_slots(num_slots, late):
         shapes, OffloadConfig(chunk_size="16MiB", num_slots=num_slots), fused=True
     )
     grads = [param.grad for param in params]
-    bound = num_slots * 24 * MIB + MIB
+    bound = num_slots * 16 * MIB + MIB  # the large one is updated in two parts
     for step in range(4):
         for index, param in enumerate(params):
             param.grad = None if late and step == 0 and index % 2 else grads[index]
@@ -47,7 +47,7 @@ def test_every_step_stays_within_its_slots(num_slots, late):
         torch.cuda.synchronize()
         used = torch.cuda.max_memory_allocated() - base
         assert used <= bound, f"step {step}: {used / MIB:.1f} MiB"
-        assert offload_stats(optimizer).staging_bytes <= num_slots * 24 * MIB
+        assert offload_stats(optimizer).staging_bytes <= num_slots * 16 * MIB
         assert torch.cuda.memory_allocated() - base <= MIB, "slots are given back after the step"
 
 

@@ -229,3 +229,36 @@ def test_a_step_that_stops_between_two_parts(device, monkeypatch, chunk):
         optimizer.step()
     for p, q in zip(plain[0], params, strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_an_embedding_with_4_gib_of_state(kind):
+    """128 Ki rows of 4096 fp32 numbers, at the default chunk size: no step has more than the slots
+    (and, for foreach, the temporaries of one part) on the device."""
+    device = torch.device("cuda", 0)
+
+    def run(config):
+        generator = torch.Generator(device).manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(131_072, 4096, device=device, generator=generator))
+        other = torch.nn.Parameter(torch.randn(1000, 1000, device=device, generator=generator))
+        optimizer = torch.optim.AdamW([param, other], lr=0.1, **{kind: True})
+        if config is not None:
+            offload(optimizer, config)
+        peaks = []
+        for _ in range(3):
+            param.grad = torch.randn(param.shape, device=device, generator=generator)
+            other.grad = torch.randn(other.shape, device=device, generator=generator)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.step()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        return [param, other], optimizer, peaks
+
+    offloaded = run(OffloadConfig())
+    slots = 3 * 512 * 2**20
+    assert max(offloaded[2]) <= slots + (16 if kind == "fused" else 600) * 2**20
+    assert offload_stats(offloaded[1]).staging_bytes <= slots
+    plain = run(None)
+    assert plain[2][0] > 4 * 2**30
+    assert_same(plain[:2], offloaded[:2])

@@ -41,12 +41,11 @@ def test_memory_and_steadiness_over_200_steps():
         torch.nn.init.normal_(param)
         param.grad = torch.randn_like(param)
     num_params = sum(param.numel() for param in params)
-    largest_state_bytes = 8 * max(param.numel() for param in params)
     optimizer = offload(torch.optim.AdamW(params, lr=1e-4, fused=True), config)
     torch.cuda.synchronize()
     params_and_grads_bytes = torch.cuda.memory_allocated()
     assert params_and_grads_bytes < 8 * num_params * 1.001
-    bound = config.num_slots * max(config.chunk_bytes, largest_state_bytes) + GIB // 2
+    bound = config.num_slots * config.chunk_bytes + GIB // 16
 
     reserved = []
     for step in range(200):

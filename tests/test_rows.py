@@ -11,7 +11,7 @@ import io
 
 import pytest
 import torch
-from test_optimizers import OPTIMIZERS, flavours
+from test_optimizers import OPTIMIZERS, Noisy, flavours
 from training import assert_same, fail_at_chunk, late, make_params, set_grads, train
 
 from torch_offload import OffloadConfig, offload, offload_stats, refusals, shard
@@ -262,3 +262,22 @@ def test_an_embedding_with_4_gib_of_state(kind):
     plain = run(None)
     assert plain[2][0] > 4 * 2**30
     assert_same(plain[:2], offloaded[:2])
+
+
+def test_random_numbers_are_drawn_for_the_whole_parameter(device, monkeypatch):
+    monkeypatch.setattr(refusals, "_PACKAGES", ("",), raising=False)
+
+    def run(config):
+        params = make_params(device, shapes=((300, 20), (5,)))
+        optimizer = Noisy(params, lr=0.1)
+        if config is not None:
+            offload(optimizer, config)
+        torch.manual_seed(3)
+        for step in range(4):
+            set_grads(params, step)
+            optimizer.step()
+        return params, optimizer
+
+    offloaded = run(CONFIG)
+    assert_same(run(None), offloaded)
+    assert num_parts(offloaded[1]) == 0

@@ -87,10 +87,11 @@ class OffloadConfig:
 
     Args:
         chunk_size: bytes of state in one chunk, an int or text such as ``"512MiB"``. Normalised
-            to an int. One parameter with more state than this is a larger chunk of its own.
+            to an int. A parameter with more state than this is updated in rows, if its optimizer
+            is element-wise; else it is a larger chunk of its own.
         num_slots: device buffers of one chunk each, at least 2. Three let copy-in, update and
             copy-out of three chunks run at once. GPU memory during a step is at most
-            ``num_slots * chunk_size``, plus what parameters larger than a chunk have beyond it.
+            ``num_slots * chunk_size``, plus what parameters that cannot be cut have beyond it.
         pin_memory: keep host state in page-locked memory. Without it copies are slower and do not
             overlap with anything; the numbers are the same.
 

@@ -18,7 +18,7 @@ import torch
 
 from .chunk import TensorSpec
 from .core import OffloadCore, storage
-from .distributed import local, same_place, wrapping
+from .distributed import is_distributed, local, same_place, wrapping
 from .placement import dense_stride, traveling, travels
 
 
@@ -71,7 +71,8 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
 
     # A dict that is our own state would bring a torn step back.
     owned = core.storages()
-    is_own = any(storage(state[p][spec.key]) in owned for p in specs for spec in specs[p])
+    tensors = (state[param][spec.key] for param in specs for spec in specs[param])
+    is_own = any(local(tensor).numel() and storage(tensor) in owned for tensor in tensors)
     before = core.failure
     core.failure = "an earlier load_state_dict() stopped half-way. Load a checkpoint to go on."
     try:
@@ -122,7 +123,9 @@ def _value(param: torch.Tensor, key: str, value: Any, group: Mapping[str, Any]) 
 
 
 def _check_source(param: torch.Tensor, key: str, value: torch.Tensor) -> None:
-    same_shape = value.shape == param.shape
+    same_shape = value.shape == param.shape or (
+        value.shape == local(param).shape and not is_distributed(value)
+    )
     if same_shape and not same_place(wrapping(param), wrapping(value)):
         raise ValueError(
             f"{key!r} in the checkpoint is {_place_of(value)}, its parameter (shape "

@@ -1,13 +1,13 @@
 """How optimizer state is cut into chunks. Pure arithmetic: no CUDA, no tensors.
 
 Vocabulary: a *chunk* is the state of consecutive parameters that shares one host block, a *place*
-is where one parameter's state lies in it, *rows* are the part of a large parameter that is updated
-at once, a *run* is a contiguous range of bytes that is copied by one call.
+is where one parameter's state lies in it, a *part* is what is updated at once of a parameter that
+has more state than a chunk holds, a *run* is a contiguous range of bytes that is copied by one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -20,6 +20,8 @@ from .distributed import same_place
 #: Every state tensor starts at a multiple of this many bytes, so that any dtype can be viewed
 #: there and vectorised kernels and DMA see aligned addresses.
 ALIGNMENT = 64
+#: Parts of a parameter that were smaller would cost more calls than they save memory.
+LEAST_PART_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +52,37 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Part of a large parameter: from ``start`` to ``stop`` along ``dim``. That is the outermost in
-    memory, so each of its state tensors has them in one contiguous range of bytes."""
+class Part:
+    """Part of a large parameter, contiguous in memory in each of its state tensors.
 
-    dim: int
-    start: int
-    stop: int
+    Attributes:
+        spans: (dimension, start, stop), the outermost in memory first. All but the last are one
+            index long.
+    """
+
+    spans: tuple[tuple[int, int, int], ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it starts where the parameter does."""
+        return not any(start for _, start, _ in self.spans)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return these rows of ``tensor``, as a view."""
-        return tensor.narrow(self.dim, self.start, self.stop - self.start)
+        """Return this part of ``tensor``, as a view."""
+        for dim, start, stop in self.spans:
+            tensor = tensor.narrow(dim, start, stop - start)
+        return tensor
 
     def of_spec(self, spec: TensorSpec) -> TensorSpec:
-        """Describe these rows of a tensor."""
+        """Describe this part of a tensor."""
         shape = list(spec.shape)
-        shape[self.dim] = self.stop - self.start
+        for dim, start, stop in self.spans:
+            shape[dim] = stop - start
         return replace(spec, shape=tuple(shape))
+
+    def offset(self, spec: TensorSpec) -> int:
+        """Return its first byte, counted from the start of a tensor."""
+        return sum(start * spec.stride[dim] for dim, start, _ in self.spans) * spec.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +107,18 @@ class Place:
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
 
-    def packed(self, rows: Rows) -> Place:
-        """Return where the state of some rows lies in a slot that holds nothing else."""
-        return _place(self.param, 0, [rows.of_spec(spec) for spec in self.tensors])
+    def packed(self, part: Part) -> Place:
+        """Return where the state of a part lies in a slot that holds nothing else."""
+        return _place(self.param, 0, [part.of_spec(spec) for spec in self.tensors])
 
-    def runs(self, rows: Rows | None) -> tuple[Run, ...]:
-        """Return what travels when the parameter, or some rows of it, is updated."""
-        if rows is None:
+    def runs(self, part: Part | None) -> tuple[Run, ...]:
+        """Return what travels when the parameter, or a part of it, is updated."""
+        if part is None:
             return (Run(self.start, self.start, self.stop - self.start),)
-        packed = self.packed(rows)
+        packed = self.packed(part)
         return tuple(
-            Run(host + rows.start * spec.num_bytes // spec.shape[rows.dim], slot, part.num_bytes)
-            for spec, part, host, slot in zip(
+            Run(host + part.offset(spec), slot, own.num_bytes)
+            for spec, own, host, slot in zip(
                 self.tensors, packed.tensors, self.offsets, packed.offsets, strict=True
             )
         )
@@ -153,12 +169,13 @@ def plan_chunks(
     return tuple(chunks)
 
 
-def cut_rows(
+def cut_parts(
     tensors: Sequence[TensorSpec], shape: tuple[int, ...], chunk_bytes: int
-) -> tuple[Rows, ...]:
+) -> tuple[Part, ...]:
     """Cut a parameter into parts of about the same size whose state is at most ``chunk_bytes``.
 
-    One row is the least: a parameter with longer rows has larger parts.
+    They are rows along the dimension that is outermost in memory, or parts of one row where a row
+    is larger than that, and so on. None is smaller than :data:`LEAST_PART_BYTES`.
 
     Args:
         tensors: its state.
@@ -166,30 +183,50 @@ def cut_rows(
         chunk_bytes: upper bound of a part's state, in bytes.
 
     Returns:
-        Nothing where it fits, or where rows of its state are no contiguous bytes.
+        Nothing where it fits, or where its state tensors do not lie alike and without gaps.
     """
     size = sum(align(spec.num_bytes) for spec in tensors)
     if size <= chunk_bytes or any(spec.shape != shape for spec in tensors):
         return ()
-    outermost = {_outermost(spec) for spec in tensors}
-    dim = outermost.pop()
-    if dim is None or outermost:
+    orders = {_dense_order(spec) for spec in tensors}
+    order = orders.pop()
+    if not order or orders:
         return ()
-    row_bytes = sum(spec.num_bytes for spec in tensors) // shape[dim]
-    room = chunk_bytes - len(tensors) * (ALIGNMENT - 1)
-    most = max(room // row_bytes, 1)
-    count = -(-shape[dim] // most)
+    room = max(chunk_bytes - len(tensors) * (ALIGNMENT - 1), LEAST_PART_BYTES)
+    num_elements = room // sum(spec.dtype.itemsize for spec in tensors)
+    parts = tuple(_parts(order, shape, max(num_elements, 1), ()))
+    return parts if len(parts) > 1 else ()
+
+
+def _parts(
+    order: tuple[int, ...],
+    shape: tuple[int, ...],
+    num_elements: int,
+    outer: tuple[tuple[int, int, int], ...],
+) -> Iterator[Part]:
+    dim, inner = order[0], order[1:]
+    row = prod(shape[other] for other in inner)
+    if inner and row > num_elements:
+        for index in range(shape[dim]):
+            yield from _parts(inner, shape, num_elements, (*outer, (dim, index, index + 1)))
+        return
+    count = -(-shape[dim] // max(num_elements // row, 1))
     edges = [shape[dim] * index // count for index in range(count + 1)]
-    return tuple(Rows(dim, start, stop) for start, stop in pairwise(edges))
+    for start, stop in pairwise(edges):
+        yield Part((*outer, (dim, start, stop)))
 
 
-def _outermost(spec: TensorSpec) -> int | None:
-    """Return the dimension along which a dense tensor can be cut into contiguous parts."""
+def _dense_order(spec: TensorSpec) -> tuple[int, ...]:
+    """Return the dimensions longer than 1, the outermost in memory first; none where a tensor has
+    gaps."""
     long = [dim for dim, length in enumerate(spec.shape) if length > 1]
-    if not long:
-        return None
-    dim = max(long, key=lambda dim: spec.stride[dim])
-    return dim if spec.stride[dim] * spec.shape[dim] == prod(spec.shape) else None
+    long.sort(key=lambda dim: spec.stride[dim], reverse=True)
+    expected = 1
+    for dim in reversed(long):
+        if spec.stride[dim] != expected:
+            return ()
+        expected *= spec.shape[dim]
+    return tuple(long)
 
 
 def _place(param: int, start: int, tensors: Sequence[TensorSpec]) -> Place:

@@ -175,7 +175,7 @@ class OffloadCore:
     def storages(self) -> set[int]:
         """Return the addresses of the storages that make up the host state."""
         views = (view for home in self._layout for view in home.views.values())
-        return {storage(view) for view in views if view.numel()}
+        return {storage(view) for view in views if local(view).numel()}
 
     def _collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Shard]:
         """Find the parameters that take part, and give every one that needs it a home."""
@@ -322,6 +322,6 @@ def _update(stepper: Stepper, shards: list[Shard]) -> Update:
     return Update(
         block=home.hosted.block.bytes,
         runs=runs(shards),
-        slot_bytes=max(home.slot_bytes(shard.rows) for shard in shards),
+        slot_bytes=max(home.slot_bytes(shard.part) for shard in shards),
         apply=lambda slot: stepper.update(shards, slot),
     )

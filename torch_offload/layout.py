@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .chunk import Chunk, Place, Rows, TensorSpec, cut_rows, plan_chunks
+from .chunk import Chunk, Part, Place, TensorSpec, cut_parts, plan_chunks
 from .distributed import local, wrapped
 from .host import Block, HostStore
 
@@ -45,7 +45,7 @@ class Home:
 
     hosted: HostedChunk
     place: Place
-    parts: tuple[Rows, ...] = ()
+    parts: tuple[Part, ...] = ()
     views: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,14 +87,14 @@ class Home:
         self.local(key).copy_(local(source).detach())
         return self.views[key]
 
-    def on_device(self, rows: Rows | None, slot: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the local state tensors, or those rows of them, in a slot that was filled.
+    def on_device(self, part: Part | None, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the local state tensors, or that part of them, in a slot that was filled.
 
         Args:
-            rows: the part that is updated; ``None`` for the whole parameter.
+            part: the part that is updated; ``None`` for the whole parameter.
             slot: uint8, on the device.
         """
-        place = self.place if rows is None else self.place.packed(rows)
+        place = self.place if part is None else self.place.packed(part)
         return {
             spec.key: slot.view(spec.dtype).as_strided(
                 spec.shape, spec.stride, offset // spec.dtype.itemsize
@@ -102,9 +102,9 @@ class Home:
             for spec, offset in zip(place.tensors, place.offsets, strict=True)
         }
 
-    def slot_bytes(self, rows: Rows | None) -> int:
+    def slot_bytes(self, part: Part | None) -> int:
         """Return how large a slot must be."""
-        return self.hosted.chunk.num_bytes if rows is None else self.place.packed(rows).stop
+        return self.hosted.chunk.num_bytes if part is None else self.place.packed(part).stop
 
     def _places(self) -> dict[str, tuple[TensorSpec, int]]:
         place = self.place
@@ -163,7 +163,7 @@ class Layout:
             for place in chunk.places:
                 param = states[place.param][0]
                 shape = tuple(local(param).shape)
-                parts = cut_rows(place.tensors, shape, self._chunk_bytes) if self._cuts else ()
+                parts = cut_parts(place.tensors, shape, self._chunk_bytes) if self._cuts else ()
                 self._homes[id(param)] = Home(hosted, place, parts)
 
     def forget(self, param: torch.Tensor) -> None:

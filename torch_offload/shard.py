@@ -1,9 +1,9 @@
-"""A shard: what is stepped at once. It stands in for the user's parameter, or for rows of it.
+"""A shard: what is stepped at once. It stands in for the user's parameter, or for part of it.
 
 It shares its memory and its gradient. For a DTensor the local tensors are stepped where that gives
 the same bits, which it does if the optimizer is element-wise and parameter and gradient are
-distributed alike; then there is no dispatch per operation, and rows can be cut. Else the stand-in
-is a DTensor too.
+distributed alike; then there is no dispatch per operation, and large ones can be cut. Else the
+stand-in is a DTensor too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .chunk import Rows, Run, TensorSpec, merge_runs
+from .chunk import Part, Run, TensorSpec, merge_runs
 from .distributed import is_distributed, is_partial, local, same_place, wrapped, wrapping
 from .layout import Home
 
@@ -29,7 +29,7 @@ class Shard:
         home: where its state lives on the host; ``None`` where only its first update can tell how
             much that is.
         state: the parameter's entry of ``optimizer.state``; empty before its first update.
-        rows: the part; ``None`` for the whole parameter.
+        part: the part; ``None`` for the whole parameter.
         unwraps: it is a plain tensor in place of a DTensor.
     """
 
@@ -37,25 +37,25 @@ class Shard:
     param: torch.Tensor
     home: Home | None
     state: dict[str, Any]
-    rows: Rows | None = None
+    part: Part | None = None
     unwraps: bool = False
 
     @property
     def is_first(self) -> bool:
         """Whether no other part of its parameter comes before it."""
-        return self.rows is None or self.rows.start == 0
+        return self.part is None or self.part.is_first
 
     @property
     def is_alone(self) -> bool:
-        """Whether it must be a chunk of its own. Operations on DTensors may communicate, and all
-        ranks must do that in the same order, wherever their chunks end."""
-        return self.rows is not None or (is_distributed(self.param) and not self.unwraps)
+        """Whether it is a chunk of its own: a part fills a slot, and operations on DTensors may
+        communicate, which all ranks must do in the same order, wherever their chunks end."""
+        return self.part is not None or (is_distributed(self.param) and not self.unwraps)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return its part of a tensor that has the parameter's shape, as a view."""
+        """Return its part of a tensor that lies like the parameter, as a view."""
         if self.unwraps:
             tensor = local(tensor)
-        return tensor if self.rows is None else self.rows.of(tensor)
+        return tensor if self.part is None else self.part.of(tensor)
 
     def stand_in(self) -> torch.Tensor:
         """Return the parameter that is stepped."""
@@ -72,7 +72,7 @@ class Shard:
     def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return its state in a slot that was filled, as the optimizer is to see it."""
         assert self.home is not None, "a parameter with state has a home"
-        found = self.home.on_device(self.rows, slot)
+        found = self.home.on_device(self.part, slot)
         if self.unwraps:
             return found
         specs = {spec.key: spec for spec in self.home.place.tensors}
@@ -96,15 +96,18 @@ def shards_of(
     """Return what is stepped for one parameter: itself, or the parts that its home is cut into."""
     if is_distributed(param) and not (elementwise and _is_local_enough(param, home)):
         return [Shard(group, param, home, state)]
-    parts: Iterable[Rows | None] = (None,)
+    parts: Iterable[Part | None] = (None,)
     if home is not None and home.parts and cuts_on(param.device):
-        parts = home.parts
+        # A parameter that was given another shape is torch's to refuse, as a whole.
+        shape = tuple(local(param).shape)
+        if all(spec.shape == shape for spec in home.place.tensors):
+            parts = home.parts
     unwraps = is_distributed(param)
-    return [Shard(group, param, home, state, rows, unwraps) for rows in parts]
+    return [Shard(group, param, home, state, part, unwraps) for part in parts]
 
 
 def cuts_on(device: torch.device) -> bool:
-    """Whether rows get the bits there that they have when the whole tensor is updated.
+    """Whether parts get the bits there that they have when the whole tensor is updated.
 
     Not on a CPU, and there are no slots to keep small there: torch's CPU kernels may round the last
     elements of a tensor, which do not fill a vector register, in another way than the others.
@@ -136,7 +139,7 @@ def runs(shards: Iterable[Shard]) -> tuple[Run, ...]:
     found: list[Run] = []
     for shard in shards:
         assert shard.home is not None, "a parameter with state has a home"
-        found += shard.home.place.runs(shard.rows)
+        found += shard.home.place.runs(shard.part)
     return merge_runs(sorted(found, key=lambda run: run.host))
 
 
@@ -145,6 +148,7 @@ def _is_local_enough(param: torch.Tensor, home: Home | None) -> bool:
     own, grad = wrapping(param), param.grad
     return (
         grad is not None
+        and param.dim() > 0  # the state of a scalar does not travel, and stays a DTensor
         and not is_partial(own)
         and same_place(own, wrapping(grad))
         and not hasattr(local(grad), "__tensor_flatten__")

@@ -89,7 +89,7 @@ class Stepper:
                     continue
                 if view is not None and isinstance(value, torch.Tensor) and _same_kind(value, view):
                     view.copy_(value)  # the optimizer made a new tensor
-                elif shard.is_alone or shard.unwraps:
+                elif shard.part is not None or shard.unwraps:
                     self._keep(shard, key, value)
                 else:
                     shard.state[key] = value  # one that does not fit moves to the host next time
@@ -124,7 +124,7 @@ class Stepper:
 
     def _state(self, shard: Shard) -> dict[str, Any]:
         """Return the parameter's state as it is, or as it was before its first part was updated."""
-        if shard.rows is None:
+        if shard.part is None:
             return shard.state
         if shard.is_first:
             residents = {
@@ -135,18 +135,21 @@ class Stepper:
         return snapshot(self._residents[id(shard.param)])
 
     def _keep(self, shard: Shard, key: str, value: Any) -> None:
-        """Store what a part's update put under ``key`` in the state of the whole parameter."""
-        if not travels(key, value):
+        """Store what a stand-in's update put under ``key`` in the state of the whole parameter."""
+        same_shape = isinstance(value, torch.Tensor) and (
+            value.shape == shard.of(shard.param).shape
+        )
+        if not travels(key, value) or (shard.part is None and not same_shape):
             if shard.is_first:
                 shard.state[key] = value
             return
-        if value.shape != shard.of(shard.param).shape:
+        name = (id(shard.param), key)
+        if not same_shape or not (shard.is_first or name in self._grown):
             raise RuntimeError(
                 f"{self._plain_class.__name__} put a tensor of shape {tuple(value.shape)} into "
-                f"state {key!r} of a parameter of shape {tuple(shard.param.shape)} that is updated "
-                "in parts. Use a chunk_size that is not smaller than its state."
+                f"state {key!r} of one part of a parameter of shape {tuple(shard.param.shape)}, "
+                "and not into that of each. Use a chunk_size that is not smaller than its state."
             )
-        name = (id(shard.param), key)
         if shard.is_first:
             full = torch.empty_like(local(shard.param), dtype=value.dtype, requires_grad=False)
             self._grown[name] = wrapped(full, wrapping(shard.param))
@@ -175,6 +178,9 @@ class Stepper:
             members[kind[0]].append(_newcomer(next(s for s in shards if _kind(s) == kind)))
         groups = [{**self._values[index], "params": own} for index, own in members.items()]
         self._run(list(members), groups, state)
+        for shard in shards:
+            if shard.unwraps:  # what autograd saved of it is stale now
+                torch.autograd.graph.increment_version(shard.param)
         self.num_chunks += 1
         return [state.get(stand_in) for stand_in in stand_ins]
 

@@ -2,7 +2,7 @@
 
 Vocabulary: a *chunk* is the state of consecutive parameters that shares one host block, a *place*
 is where one parameter's state lies in it, a *part* is what is updated at once of a parameter that
-has more state than a chunk holds, a *run* is a contiguous range of bytes that is copied by one call.
+has more state than a chunk holds, a *run* is a contiguous range of bytes that one call copies.
 """
 
 from __future__ import annotations

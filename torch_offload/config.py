@@ -87,7 +87,7 @@ class OffloadConfig:
 
     Args:
         chunk_size: bytes of state in one chunk, an int or text such as ``"512MiB"``. Normalised
-            to an int. A parameter with more state than this is updated in rows, if its optimizer
+            to an int. A parameter with more state than this is updated in parts, if its optimizer
             is element-wise; else it is a larger chunk of its own.
         num_slots: device buffers of one chunk each, at least 2. Three let copy-in, update and
             copy-out of three chunks run at once. GPU memory during a step is at most

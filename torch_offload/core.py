@@ -62,7 +62,11 @@ class OffloadCore:
         self.entered = 0
         self._pipelines: dict[torch.device, Pipeline] = {}
         self._stores: dict[torch.device, HostStore] = {}
-        self._layout = Layout(config.chunk_bytes, traits.elementwise, self._store_for)
+        # A bound method would be a cycle: host memory would wait for the garbage collector.
+        own = weakref.proxy(self)
+        self._layout = Layout(
+            config.chunk_bytes, traits.elementwise, lambda device: own._store_for(device)
+        )
         self._probe = StateProbe(plain_class)
         self._clock: StepClock | None = None
         self._traffic = Traffic()

@@ -148,7 +148,7 @@ def test_a_real_refusal_of_the_driver_leaves_no_error_behind():
     store = host.HostStore(torch.device("cuda"), True, lambda: None)
     assert piece.register(torch.device("cuda"), lambda: None) is None
     with pytest.warns(UserWarning, match="could not be pinned"):
-        store._prepare([piece])  # the same pages twice: the driver refuses
+        store._register([piece])  # the same pages twice: the driver refuses
     torch.zeros(4, device="cuda").add_(1)
     torch.cuda.synchronize()
 

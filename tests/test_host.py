@@ -1,19 +1,27 @@
-"""Host memory: exact blocks, storages of their own, and how much the system says is free."""
+"""Host memory: exact blocks, storages of their own, and what is registered with the driver."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training import assert_same, train
 
-from torch_offload import host
+from torch_offload import OffloadConfig, core, host
 from torch_offload.chunk import TensorSpec
 from torch_offload.host import HostStore
-from torch_offload.memory import available_host_bytes
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+PAGE = mmap.PAGESIZE
+MIB = 2**20
 
 
 def make_store(device: torch.device = CPU, pin: bool = False) -> HostStore:
@@ -52,42 +60,172 @@ def test_a_block_lies_inside_one_piece(monkeypatch):
     assert pieces[3].num_bytes == 5000
 
 
-def test_a_chunk_larger_than_a_registration_is_refused(monkeypatch):
-    monkeypatch.setattr(host, "MAX_PIECE_BYTES", 1000)
-    with pytest.raises(MemoryError, match="Use a smaller chunk_size"):
-        make_store().allocate([100, 1064])
+def test_no_bytes_are_no_mapping(device):
+    store = make_store(device, pin=True)
+    blocks = store.allocate([0, 0])
+    assert [block.piece for block in blocks] == [None, None]
+    assert store.num_bytes == store.pinned_bytes == 0
+    tensor = blocks[0].tensor(TensorSpec("x", (0, 5), (5, 1), torch.float32), 0)
+    assert tensor.shape == (0, 5)
+    assert not tensor.copy_(torch.empty(0, 5)).numel()
+    assert blocks[0].split(0, 0) == ((0, 0),)
+    assert store.allocate([]) == []
 
 
-def write(root, name: str, text: str) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+def test_a_block_larger_than_a_registration_is_cut_where_it_may_be(monkeypatch):
+    monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 4 * PAGE)
+    sizes = [PAGE, 4 * PAGE, 10 * PAGE + 64, 9 * PAGE]
+    borders = [[], [PAGE], [3 * PAGE, 3 * PAGE + 64, 6 * PAGE], [2 * PAGE, 3 * PAGE - 64]]
+    blocks = make_store().allocate(sizes, borders)
+    assert [block.num_bytes for block in blocks] == sizes
+    assert [block.cuts for block in blocks] == [
+        (),
+        (),
+        (3 * PAGE, 6 * PAGE, 10 * PAGE),
+        (2 * PAGE, 6 * PAGE),
+    ]
+    assert blocks[2].split(100, 7 * PAGE) == (
+        (100, 3 * PAGE),
+        (3 * PAGE, 6 * PAGE),
+        (6 * PAGE, 7 * PAGE),
+    )
+    assert blocks[2].split(3 * PAGE, 6 * PAGE) == ((3 * PAGE, 6 * PAGE),)
+    assert make_store().allocate(sizes)[2].cuts == (4 * PAGE, 8 * PAGE)
 
 
-def test_available_memory_is_the_least_of_system_and_cgroups(tmp_path):
-    assert available_host_bytes(tmp_path) is None
-    write(tmp_path, "proc/meminfo", "MemTotal: 900 kB\nMemAvailable:    500 kB\n")
-    assert available_host_bytes(tmp_path) == 500 * 1024
-    write(tmp_path, "proc/self/cgroup", "0::/job/step\n")
-    assert available_host_bytes(tmp_path) == 500 * 1024
-    write(tmp_path, "sys/fs/cgroup/job/step/memory.max", "max\n")
-    write(tmp_path, "sys/fs/cgroup/job/step/memory.current", "10\n")
-    assert available_host_bytes(tmp_path) == 500 * 1024
-    write(tmp_path, "sys/fs/cgroup/job/memory.max", "300000\n")
-    write(tmp_path, "sys/fs/cgroup/job/memory.current", "250000\n")
-    write(tmp_path, "sys/fs/cgroup/job/memory.stat", "anon 5\ninactive_file 20000\n")
-    assert available_host_bytes(tmp_path) == 70_000
-    write(tmp_path, "sys/fs/cgroup/job/memory.current", "900000\n")
-    assert available_host_bytes(tmp_path) == 0
+@given(
+    num_bytes=st.integers(1, 100 * PAGE),
+    borders=st.lists(st.integers(0, 100 * PAGE // 64).map(lambda n: 64 * n), max_size=20).map(
+        lambda found: sorted({*found, *(border // PAGE * PAGE for border in found[::2])})
+    ),
+    pages=st.integers(1, 30),
+)
+def test_spans_cover_a_piece_and_none_is_too_large(num_bytes, borders, pages):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "MAX_SPAN_BYTES", pages * PAGE)
+        cuts = host._plan_cuts(num_bytes, borders)
+    edges = [0, *cuts, num_bytes]
+    for start, stop in itertools.pairwise(edges):
+        assert 0 < stop - start <= pages * PAGE
+        assert start % PAGE == 0
+        if stop != num_bytes:
+            reachable = [b for b in borders if start < b <= start + pages * PAGE and b % PAGE == 0]
+            assert stop == max(reachable, default=start + pages * PAGE)
 
 
-def test_available_memory_in_a_version_1_cgroup(tmp_path):
-    write(tmp_path, "proc/meminfo", "MemAvailable: 500 kB\n")
-    write(tmp_path, "proc/self/cgroup", "5:cpu:/a\n4:memory,hugetlb:/a\n")
-    write(tmp_path, "sys/fs/cgroup/memory/a/memory.limit_in_bytes", "1000")
-    write(tmp_path, "sys/fs/cgroup/memory/a/memory.usage_in_bytes", "400")
-    assert available_host_bytes(tmp_path) == 600
+class Driver:
+    """Stands in for the CUDA runtime: notes what is registered, refuses what it is told to."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.refuse: Callable[[int], bool] = lambda num_bytes: False
+        self.calls: list[str] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 1  # portable: every device of the process may copy
+        assert num_bytes > 0
+        assert address % PAGE == 0
+        self.calls.append("register")
+        if self.refuse(num_bytes):
+            return 1
+        for start, size in self.registered.items():
+            assert address + num_bytes <= start or start + size <= address, "overlap"
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append("unregister")
+        del self.registered[address]
+        return 0
+
+    cudaError = staticmethod(int)
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return f"error {code}"
 
 
-def test_available_memory_here_is_a_number():
-    assert (available_host_bytes() or 0) > 2**20
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(host, "node_of", lambda device: None)
+    return found
+
+
+def test_memory_is_registered_piece_by_piece_and_unregistered_in_the_end(driver):
+    released: list[int] = []
+    store = HostStore(CUDA, True, before_release=lambda: released.append(len(driver.registered)))
+    blocks = store.allocate([300 * MIB, 64, 128, 0])
+    assert sorted(driver.registered.values()) == [192, 300 * MIB]
+    assert store.pinned_bytes == store.num_bytes == 300 * MIB + PAGE
+    del blocks[0]
+    assert list(driver.registered.values()) == [192]
+    assert store.pinned_bytes == store.num_bytes == PAGE
+    del blocks
+    assert driver.registered == {}
+    assert released == [2, 1], "asked before each release whether a copy is under way"
+
+
+def test_one_span_after_the_other_is_registered(driver, monkeypatch):
+    monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 4 * PAGE)
+    store = make_store(CUDA, pin=True)
+    blocks = store.allocate([10 * PAGE + 64])
+    start = blocks[0].address
+    spans = {start: 4 * PAGE, start + 4 * PAGE: 4 * PAGE, start + 8 * PAGE: 2 * PAGE + 64}
+    assert driver.registered == spans
+    assert store.pinned_bytes == store.num_bytes == 11 * PAGE
+    del blocks
+    assert driver.registered == {}
+
+
+def test_what_the_driver_refuses_stays_pageable_and_is_said_once(driver, monkeypatch):
+    monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 4 * PAGE)
+    driver.refuse = lambda num_bytes: num_bytes == 4 * PAGE
+    store = make_store(CUDA, pin=True)
+    with pytest.warns(UserWarning, match="could not be pinned") as caught:
+        blocks = store.allocate([PAGE, 6 * PAGE, 2 * PAGE, 4 * PAGE])
+    assert len(caught) == 1
+    assert f"({8 * PAGE:,} bytes: error 1)" in str(caught[0].message)
+    assert store.num_bytes == 13 * PAGE
+    assert store.pinned_bytes == 5 * PAGE
+    more = store.allocate([4 * PAGE])  # a second warning would be an error here
+    assert (store.num_bytes, store.pinned_bytes) == (17 * PAGE, 5 * PAGE)
+    del more
+    for block in blocks:
+        block.bytes.fill_(7)
+        assert torch.equal(block.bytes, torch.full_like(block.bytes, 7))
+    del blocks, block
+    assert driver.registered == {}
+    assert driver.calls.count("unregister") == 3
+
+
+def test_training_with_half_of_the_memory_refused_is_exact(driver, monkeypatch):
+    """The store believes in a GPU, parameters are on the CPU. A real one: test_host_gpu.py."""
+    real = HostStore
+    stores = []
+
+    def store(device: torch.device, pin_memory: bool, before_release: Callable[[], None]):
+        stores.append(real(CUDA, pin_memory, before_release))
+        return stores[-1]
+
+    monkeypatch.setattr(core, "HostStore", store)
+    monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 16 * PAGE)
+    driver.refuse = lambda num_bytes: num_bytes > 4 * PAGE
+    plain = train(CPU, config=None)
+    with pytest.warns(UserWarning, match="could not be pinned") as caught:
+        offloaded = train(CPU, config=OffloadConfig(chunk_size=50_000))
+    assert len(caught) == 1
+    assert 0 < stores[0].pinned_bytes < stores[0].num_bytes
+    assert_same(plain, offloaded)
+
+
+def test_zero_bytes_are_never_registered(driver):
+    """cudaHostRegister takes a size of 0 for an invalid value."""
+    blocks = make_store(CUDA, pin=True).allocate([0, 64, 0])
+    assert list(driver.registered.values()) == [64]
+    assert blocks[0].bytes.numel() == 0

@@ -1,7 +1,8 @@
 """HostStore: the host memory that owns the state between steps, in blocks of exact size.
 
-Vocabulary: a *block* holds one chunk, a *piece* is one anonymous mapping and one registration with
-the driver that holds one or several whole blocks, so that a copy never crosses two registrations.
+Vocabulary: a *block* holds one chunk, a *piece* is one anonymous mapping that holds one or several
+whole blocks, a *span* is what the driver registers at once: a whole piece, or a part of one that is
+too large. A copy must not cross two spans; a *cut* is where they meet.
 
 ``torch.empty(pin_memory=True)`` rounds sizes up to powers of two and faults its pages in on one
 thread. Here pages are touched by several threads, in huge pages where the system gives them, and
@@ -11,6 +12,7 @@ registered afterwards; figures in DESIGN.md.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import time
@@ -25,11 +27,13 @@ import torch
 
 from .chunk import TensorSpec
 from .memory import available_host_bytes
+from .numa import node_of, prefer
+from .ranks import num_local_ranks, turn
 
 #: Blocks are gathered into pieces of about this size; a larger block is a piece of its own.
 PIECE_BYTES = 256 * 2**20
-#: Drivers refuse registrations of 512 GiB and more (r580); pieces stay far below.
-MAX_PIECE_BYTES = 64 * 2**30
+#: Drivers refuse registrations of 512 GiB and more (r580); spans stay far below.
+MAX_SPAN_BYTES = 64 * 2**30
 #: Python's default is shared memory: a forked child would write into its parent's state, and the
 #: system gives no huge pages.
 _PRIVATE: dict[str, int] = (
@@ -40,10 +44,17 @@ MAX_THREADS = 16
 
 
 class _Piece:
-    """One mapping. Its memory lives as long as a tensor in it, its registration as long as this."""
+    """One mapping. Its memory lives as long as a tensor in it, its registration as long as this.
 
-    def __init__(self, num_bytes: int) -> None:
+    Args:
+        num_bytes: its size, not 0.
+        cuts: where its spans meet, multiples of the page size.
+        node: the NUMA node that its pages should lie on.
+    """
+
+    def __init__(self, num_bytes: int, cuts: Sequence[int] = (), node: int | None = None) -> None:
         self.num_bytes = num_bytes
+        self.cuts = tuple(cuts)
         try:
             self.memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
         except OSError as error:  # a limit of this process, which no file tells beforehand
@@ -52,45 +63,87 @@ class _Piece:
                 f"refused them: {error}. Raise the limit of address space (ulimit -v)."
             ) from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.pinned = False
+        self.pinned_bytes = 0
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 pass  # a kernel without huge pages: small ones hold the same bytes
+        if node is not None:
+            prefer(self.address, num_bytes, node)
 
     def touch(self, start: int, stop: int) -> None:
         ctypes.memset(self.address + start, 0, stop - start)
 
     def register(self, device: torch.device, before_release: Callable[[], None]) -> str | None:
-        """Page-lock the piece. Returns the driver's reason when it refuses."""
+        """Page-lock the piece. Returns the driver's reason where it refuses some of it."""
         if device.type != "cuda":
             return f"{device.type} has no call that registers host memory"
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        portable = 1
+        locked: list[tuple[int, int]] = []
+        reason = None
         with torch.cuda.device(device):  # a new thread would open a context on GPU 0
-            portable = 1
-            code = int(cudart.cudaHostRegister(self.address, self.num_bytes, portable))
-        if code:
-            return str(cudart.cudaGetErrorString(cudart.cudaError(code)))
+            for start, stop in itertools.pairwise((0, *self.cuts, self.num_bytes)):
+                code = int(cudart.cudaHostRegister(self.address + start, stop - start, portable))
+                if code:
+                    reason = str(cudart.cudaGetErrorString(cudart.cudaError(code)))
+                else:
+                    locked.append((start, stop))
+        if locked:
+            self._hold(locked, device, before_release)
+        return reason
+
+    def _hold(
+        self,
+        locked: list[tuple[int, int]],
+        device: torch.device,
+        before_release: Callable[[], None],
+    ) -> None:
+        _registered.add(self)
         finalizer = weakref.finalize(
-            self, _unregister, self.memory, self.address, device, before_release
+            self, _unregister, self.memory, self.address, locked, device, before_release
         )
         finalizer.atexit = False  # the end of the process gives everything back
-        self.pinned = True
+        self.pinned_bytes = sum(_page_round(stop - start) for start, stop in locked)
         if hasattr(mmap, "MADV_DONTFORK"):
             # After a fork, pages that either side writes are copied, and ours are written always.
-            self.memory.madvise(mmap.MADV_DONTFORK)
-        return None
+            for start, stop in locked:
+                self.memory.madvise(mmap.MADV_DONTFORK, start, stop - start)
 
 
 def _unregister(
-    memory: mmap.mmap, address: int, device: torch.device, before_release: Callable[[], None]
+    memory: mmap.mmap,
+    address: int,
+    locked: list[tuple[int, int]],
+    device: torch.device,
+    before_release: Callable[[], None],
 ) -> None:
     before_release()  # the driver may still be writing here
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-    if hasattr(mmap, "MADV_DOFORK"):
-        memory.madvise(mmap.MADV_DOFORK)  # tensors that outlive us are ordinary memory again
+        for start, stop in locked:
+            cudart.cudaHostUnregister(address + start)
+            if hasattr(mmap, "MADV_DOFORK"):
+                # Tensors that outlive us are ordinary memory again.
+                memory.madvise(mmap.MADV_DOFORK, start, stop - start)
+
+
+_registered: weakref.WeakSet[_Piece] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    """Keep registered pieces from ever dying in a forked child, which has their objects only.
+
+    It would unregister its parent's memory, on a device that it cannot use, and unmap a range of
+    addresses where its own memory may be by now.
+    """
+    for piece in list(_registered):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_in_child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +160,28 @@ class Block:
     bytes: torch.Tensor = field(repr=False)
 
     @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.bytes.numel()
+
+    @property
     def address(self) -> int:
         """Where the first byte is in the process's memory."""
         return 0 if self.piece is None else self.piece.address + self.offset
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where a copy must end and another one begin: bytes from the start of the block, rising.
+
+        Empty unless the block is larger than one registration may be.
+        """
+        cuts = () if self.piece is None else self.piece.cuts
+        return tuple(cut - self.offset for cut in cuts if 0 < cut - self.offset < self.num_bytes)
+
+    def split(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Split a range of the block's bytes into ranges that can be copied by one call each."""
+        inner = [cut for cut in self.cuts if start < cut < stop]
+        return tuple(itertools.pairwise((start, *inner, stop)))
 
     def tensor(self, spec: TensorSpec, offset: int) -> torch.Tensor:
         """Return a CPU tensor over part of the block, with a storage of exactly its own bytes.
@@ -147,6 +219,7 @@ class HostStore:
         self.setup_s = 0.0
         self._pin = pin_memory and device.type != "cpu"
         self._before_release = before_release
+        self._warned = False
         self._pieces: weakref.WeakSet[_Piece] = weakref.WeakSet()
 
     @property
@@ -157,33 +230,43 @@ class HostStore:
     @property
     def pinned_bytes(self) -> int:
         """How many of them are page-locked."""
-        return sum(_page_round(piece.num_bytes) for piece in self._pieces if piece.pinned)
+        return sum(piece.pinned_bytes for piece in self._pieces)
 
-    def allocate(self, sizes: Sequence[int]) -> list[Block]:
+    def allocate(
+        self, sizes: Sequence[int], borders: Sequence[Sequence[int]] | None = None
+    ) -> list[Block]:
         """Allocate one block per size, zeroed. Memory is given back when the last block dies.
+
+        Waits while another process of this node takes memory and there may not be enough for both.
 
         Args:
             sizes: bytes of each block, each a multiple of the alignment of chunks.
+            borders: per block the offsets, rising, at which it may be cut if it is larger than
+                one registration may be; those that are multiples of the page size count.
 
         Raises:
             MemoryError: the host has less memory than needed. Nothing was allocated.
         """
         started = time.perf_counter()
         plan = _plan_pieces(sizes)
-        needed = sum(_page_round(size) for size, _ in plan)
-        available = available_host_bytes()
-        if available is not None and needed > available:
-            raise MemoryError(
-                f"optimizer state needs {needed:,} bytes of host memory, {available:,} bytes are "
-                "available (cgroup limit included). Give the job more memory, or offload fewer "
-                "parameters."
-            )
-        pieces = [_Piece(size) if size else None for size, _ in plan]
-        mapped = [piece for piece in pieces if piece is not None]
-        self._prepare(mapped)
+        needed = sum(_page_round(size) for size, _, _ in plan)
+        node = node_of(self.device)
+        with turn(needed, available_host_bytes) as available:
+            if available is not None and needed > available:
+                raise MemoryError(_too_large(needed, available, num_local_ranks()))
+            pieces = [
+                _Piece(size, _plan_cuts(size, borders[first] if borders else ()), node)
+                if size
+                else None
+                for size, first, _ in plan
+            ]
+            mapped = [piece for piece in pieces if piece is not None]
+            _touch(mapped)
+        if self._pin:
+            self._register(mapped)
         self._pieces.update(mapped)
         blocks: list[Block] = []
-        for piece, (_, members) in zip(pieces, plan, strict=True):
+        for piece, (_, _, members) in zip(pieces, plan, strict=True):
             offset = 0
             for size in members:
                 flat = (
@@ -196,26 +279,15 @@ class HostStore:
         self.setup_s += time.perf_counter() - started
         return blocks
 
-    def _prepare(self, pieces: Sequence[_Piece]) -> None:
-        threads = min(MAX_THREADS, _num_cpus())
-        # The largest spans that still give every thread one.
-        span = max(64 * 2**20, sum(piece.num_bytes for piece in pieces) // threads)
-        with ThreadPoolExecutor(threads, thread_name_prefix="torch_offload_host") as pool:
-            touched = [
-                pool.submit(piece.touch, start, min(start + span, piece.num_bytes))
-                for piece in pieces
-                for start in range(0, piece.num_bytes, span)
-            ]
-            for task in touched:
-                task.result()
-            if not self._pin:
-                return
+    def _register(self, pieces: Sequence[_Piece]) -> None:
+        with _threads() as pool:
             refusals = list(
                 pool.map(lambda piece: piece.register(self.device, self._before_release), pieces)
             )
         reasons = sorted({reason for reason in refusals if reason is not None})
-        if reasons:
-            refused = sum(piece.num_bytes for piece in pieces if not piece.pinned)
+        if reasons and not self._warned:
+            self._warned = True
+            refused = sum(_page_round(piece.num_bytes) - piece.pinned_bytes for piece in pieces)
             warnings.warn(
                 f"host memory for optimizer state could not be pinned ({refused:,} bytes: "
                 f"{'; '.join(reasons)}). It stays pageable: the numbers are the same, copies are "
@@ -225,32 +297,71 @@ class HostStore:
             )
 
 
-def _plan_pieces(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Gather consecutive blocks into pieces: (bytes of the piece, bytes of its blocks)."""
-    pieces: list[tuple[int, list[int]]] = []
+def _touch(pieces: Sequence[_Piece]) -> None:
+    """Take the pages of new mappings from the system, in several threads."""
+    # The largest spans that still give every thread one.
+    span = max(64 * 2**20, sum(piece.num_bytes for piece in pieces) // _num_threads())
+    parts = [
+        (piece, start, min(start + span, piece.num_bytes))
+        for piece in pieces
+        for start in range(0, piece.num_bytes, span)
+    ]
+    with _threads() as pool:
+        list(pool.map(lambda part: part[0].touch(part[1], part[2]), parts))
+
+
+def _too_large(needed: int, available: int, ranks: int) -> str:
+    shared, fewer = "", ""
+    if ranks > 1:
+        shared = (
+            f", shared by the {ranks} ranks of this node ({needed * ranks:,} bytes if each of them "
+            "needs as much)"
+        )
+        fewer = "run fewer ranks on a node, "
+    return (
+        f"optimizer state needs {needed:,} bytes of host memory, {available:,} bytes are available "
+        f"(cgroup limit included){shared}. Give the job more memory, {fewer}or offload fewer "
+        "parameters."
+    )
+
+
+def _plan_pieces(sizes: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """Gather consecutive blocks into pieces: bytes of the piece, first block, bytes of each."""
+    pieces: list[tuple[int, int, list[int]]] = []
     members: list[int] = []
     total = 0
-    for size in sizes:
-        if size > MAX_PIECE_BYTES:
-            raise MemoryError(
-                f"one chunk of {size:,} bytes is larger than one registration of host memory "
-                f"may be ({MAX_PIECE_BYTES:,} bytes). Use a smaller chunk_size."
-            )
+    for index, size in enumerate(sizes):
         if members and total + size > PIECE_BYTES:
-            pieces.append((total, members))
+            pieces.append((total, index - len(members), members))
             members, total = [], 0
         members.append(size)
         total += size
     if members:
-        pieces.append((total, members))
+        pieces.append((total, len(sizes) - len(members), members))
     return pieces
+
+
+def _plan_cuts(num_bytes: int, borders: Sequence[int]) -> list[int]:
+    """Cut a piece into spans of at most MAX_SPAN_BYTES, at borders where there are some."""
+    allowed = [border for border in borders if border % mmap.PAGESIZE == 0]
+    cuts: list[int] = []
+    start = 0
+    while num_bytes - start > MAX_SPAN_BYTES:
+        limit = start + MAX_SPAN_BYTES
+        start = max((border for border in allowed if start < border <= limit), default=limit)
+        cuts.append(start)
+    return cuts
 
 
 def _page_round(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _num_cpus() -> int:
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_num_threads(), thread_name_prefix="torch_offload_host")
+
+
+def _num_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    return min(MAX_THREADS, os.cpu_count() or 1)

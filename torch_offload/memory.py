@@ -30,13 +30,14 @@ def _cgroup_room(root: Path) -> Iterator[int]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, _, group_of = line.partition(":")
+        controllers, _, path = group_of.partition(":")
         if controllers == "":
             base = root / "sys/fs/cgroup"
-            names = ("memory.max", "memory.current", "inactive_file")
+            names, prefix = ("memory.max", "memory.current"), ""
         elif "memory" in controllers.split(","):
             base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
         else:
             continue
         group = base / path.lstrip("/")
@@ -44,7 +45,9 @@ def _cgroup_room(root: Path) -> Iterator[int]:
             # Inside a container the path may name a group of the host that is not mounted here.
             limit, used = _number(folder / names[0]), _number(folder / names[1])
             if limit is not None and used is not None:
-                cache = _fields(folder / "memory.stat", separator=" ").get(names[2], 0)
+                # Both lists: a file that was read twice is active and can be dropped all the same.
+                stat = _fields(folder / "memory.stat", separator=" ")
+                cache = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
                 yield limit - used + cache
             if folder == base:
                 break

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from fake_driver import CUDA, PAGE, Driver
 from hypothesis import given
 from hypothesis import strategies as st
 from training import assert_same, train
@@ -19,8 +19,6 @@ from torch_offload.chunk import TensorSpec
 from torch_offload.host import HostStore
 
 CPU = torch.device("cpu")
-CUDA = torch.device("cuda", 0)
-PAGE = mmap.PAGESIZE
 MIB = 2**20
 
 
@@ -114,44 +112,10 @@ def test_spans_cover_a_piece_and_none_is_too_large(num_bytes, borders, pages):
             assert stop == max(reachable, default=start + pages * PAGE)
 
 
-class Driver:
-    """Stands in for the CUDA runtime: notes what is registered, refuses what it is told to."""
-
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-        self.refuse: Callable[[int], bool] = lambda num_bytes: False
-        self.calls: list[str] = []
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        assert flags == 1  # portable: every device of the process may copy
-        assert num_bytes > 0
-        assert address % PAGE == 0
-        self.calls.append("register")
-        if self.refuse(num_bytes):
-            return 1
-        for start, size in self.registered.items():
-            assert address + num_bytes <= start or start + size <= address, "overlap"
-        self.registered[address] = num_bytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append("unregister")
-        del self.registered[address]
-        return 0
-
-    cudaError = staticmethod(int)
-
-    def cudaGetErrorString(self, code: int) -> str:
-        return f"error {code}"
-
-
 @pytest.fixture
-def driver(monkeypatch) -> Driver:
-    found = Driver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(host, "node_of", lambda device: None)
-    return found
+def driver(monkeypatch) -> Iterator[Driver]:
+    yield Driver.install(monkeypatch)
+    gc.collect()  # what a failed test left is released where it was registered
 
 
 def test_memory_is_registered_piece_by_piece_and_unregistered_in_the_end(driver):

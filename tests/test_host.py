@@ -66,30 +66,23 @@ def test_no_bytes_are_no_mapping(device):
     tensor = blocks[0].tensor(TensorSpec("x", (0, 5), (5, 1), torch.float32), 0)
     assert tensor.shape == (0, 5)
     assert not tensor.copy_(torch.empty(0, 5)).numel()
-    assert blocks[0].split(0, 0) == ((0, 0),)
     assert store.allocate([]) == []
 
 
 def test_a_block_larger_than_a_registration_is_cut_where_it_may_be(monkeypatch):
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 4 * PAGE)
+    monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 4 * PAGE)
     sizes = [PAGE, 4 * PAGE, 10 * PAGE + 64, 9 * PAGE]
     borders = [[], [PAGE], [3 * PAGE, 3 * PAGE + 64, 6 * PAGE], [2 * PAGE, 3 * PAGE - 64]]
     blocks = make_store().allocate(sizes, borders)
     assert [block.num_bytes for block in blocks] == sizes
-    assert [block.cuts for block in blocks] == [
+    assert [block.seams for block in blocks] == [
         (),
         (),
         (3 * PAGE, 6 * PAGE, 10 * PAGE),
         (2 * PAGE, 6 * PAGE),
     ]
-    assert blocks[2].split(100, 7 * PAGE) == (
-        (100, 3 * PAGE),
-        (3 * PAGE, 6 * PAGE),
-        (6 * PAGE, 7 * PAGE),
-    )
-    assert blocks[2].split(3 * PAGE, 6 * PAGE) == ((3 * PAGE, 6 * PAGE),)
-    assert make_store().allocate(sizes)[2].cuts == (4 * PAGE, 8 * PAGE)
+    assert make_store().allocate(sizes)[2].seams == (4 * PAGE, 8 * PAGE)
 
 
 @given(
@@ -99,11 +92,11 @@ def test_a_block_larger_than_a_registration_is_cut_where_it_may_be(monkeypatch):
     ),
     pages=st.integers(1, 30),
 )
-def test_spans_cover_a_piece_and_none_is_too_large(num_bytes, borders, pages):
+def test_registrations_cover_a_piece_and_none_is_too_large(num_bytes, borders, pages):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "MAX_SPAN_BYTES", pages * PAGE)
-        cuts = host._plan_cuts(num_bytes, borders)
-    edges = [0, *cuts, num_bytes]
+        patch.setattr(host, "MAX_REGISTRATION_BYTES", pages * PAGE)
+        seams = host._plan_seams(num_bytes, borders)
+    edges = [0, *seams, num_bytes]
     for start, stop in itertools.pairwise(edges):
         assert 0 < stop - start <= pages * PAGE
         assert start % PAGE == 0
@@ -132,14 +125,14 @@ def test_memory_is_registered_piece_by_piece_and_unregistered_in_the_end(driver)
     assert released == [2, 1], "asked before each release whether a copy is under way"
 
 
-def test_one_span_after_the_other_is_registered(driver, monkeypatch):
+def test_a_large_piece_is_registered_in_parts(driver, monkeypatch):
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 4 * PAGE)
+    monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 4 * PAGE)
     store = make_store(CUDA, pin=True)
     blocks = store.allocate([10 * PAGE + 64])
     start = blocks[0].address
-    spans = {start: 4 * PAGE, start + 4 * PAGE: 4 * PAGE, start + 8 * PAGE: 2 * PAGE + 64}
-    assert driver.registered == spans
+    parts = {start: 4 * PAGE, start + 4 * PAGE: 4 * PAGE, start + 8 * PAGE: 2 * PAGE + 64}
+    assert driver.registered == parts
     assert store.pinned_bytes == store.num_bytes == 11 * PAGE
     del blocks
     assert driver.registered == {}
@@ -147,7 +140,7 @@ def test_one_span_after_the_other_is_registered(driver, monkeypatch):
 
 def test_what_the_driver_refuses_stays_pageable_and_is_said_once(driver, monkeypatch):
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 4 * PAGE)
+    monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 4 * PAGE)
     driver.refuse = lambda num_bytes: num_bytes == 4 * PAGE
     store = make_store(CUDA, pin=True)
     with pytest.warns(UserWarning, match="could not be pinned") as caught:
@@ -178,7 +171,7 @@ def test_training_with_half_of_the_memory_refused_is_exact(driver, monkeypatch):
 
     monkeypatch.setattr(core, "HostStore", store)
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 16 * PAGE)
+    monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 16 * PAGE)
     driver.refuse = lambda num_bytes: num_bytes > 4 * PAGE
     plain = train(CPU, config=None)
     with pytest.warns(UserWarning, match="could not be pinned") as caught:

@@ -94,9 +94,9 @@ def test_registered_memory_is_not_copied_to_children(driver):
 
 
 @needs_smaps
-def test_only_spans_that_are_registered_are_left_out(driver, monkeypatch):
+def test_only_parts_that_are_registered_are_left_out(driver, monkeypatch):
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(host, "MAX_SPAN_BYTES", 64 * PAGE)
+    monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 64 * PAGE)
     driver.refuse = lambda num_bytes: num_bytes == 64 * PAGE
     with pytest.warns(UserWarning, match="could not be pinned"):
         _, blocks = allocate(100 * PAGE)

@@ -1,8 +1,8 @@
 """HostStore: the host memory that owns the state between steps, in blocks of exact size.
 
 Vocabulary: a *block* holds one chunk, a *piece* is one anonymous mapping that holds one or several
-whole blocks, a *span* is what the driver registers at once: a whole piece, or a part of one that is
-too large. A copy must not cross two spans; a *cut* is where they meet.
+whole blocks. It is registered with the driver at once, or in parts where it is too large for that:
+no copy may cross a *seam*, which is where two registrations meet.
 
 ``torch.empty(pin_memory=True)`` rounds sizes up to powers of two and faults its pages in on one
 thread. Here pages are touched by several threads, in huge pages where the system gives them, and
@@ -32,8 +32,8 @@ from .ranks import num_local_ranks, turn
 
 #: Blocks are gathered into pieces of about this size; a larger block is a piece of its own.
 PIECE_BYTES = 256 * 2**20
-#: Drivers refuse registrations of 512 GiB and more (r580); spans stay far below.
-MAX_SPAN_BYTES = 64 * 2**30
+#: Drivers refuse registrations of 512 GiB and more (r580); ours stay far below.
+MAX_REGISTRATION_BYTES = 64 * 2**30
 #: Python's default is shared memory: a forked child would write into its parent's state, and the
 #: system gives no huge pages.
 _PRIVATE: dict[str, int] = (
@@ -48,13 +48,13 @@ class _Piece:
 
     Args:
         num_bytes: its size, not 0.
-        cuts: where its spans meet, multiples of the page size.
+        seams: where two registrations of it meet, multiples of the page size.
         node: the NUMA node that its pages should lie on.
     """
 
-    def __init__(self, num_bytes: int, cuts: Sequence[int] = (), node: int | None = None) -> None:
+    def __init__(self, num_bytes: int, seams: Sequence[int] = (), node: int | None = None) -> None:
         self.num_bytes = num_bytes
-        self.cuts = tuple(cuts)
+        self.seams = tuple(seams)
         try:
             self.memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
         except OSError as error:  # a limit of this process, which no file tells beforehand
@@ -84,7 +84,7 @@ class _Piece:
         locked: list[tuple[int, int]] = []
         reason = None
         with torch.cuda.device(device):  # a new thread would open a context on GPU 0
-            for start, stop in itertools.pairwise((0, *self.cuts, self.num_bytes)):
+            for start, stop in itertools.pairwise((0, *self.seams, self.num_bytes)):
                 code = int(cudart.cudaHostRegister(self.address + start, stop - start, portable))
                 if code:
                     reason = str(cudart.cudaGetErrorString(cudart.cudaError(code)))
@@ -170,18 +170,12 @@ class Block:
         return 0 if self.piece is None else self.piece.address + self.offset
 
     @property
-    def cuts(self) -> tuple[int, ...]:
+    def seams(self) -> tuple[int, ...]:
         """Where a copy must end and another one begin: bytes from the start of the block, rising.
 
         Empty unless the block is larger than one registration may be.
         """
-        cuts = () if self.piece is None else self.piece.cuts
-        return tuple(cut - self.offset for cut in cuts if 0 < cut - self.offset < self.num_bytes)
-
-    def split(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Split a range of the block's bytes into ranges that can be copied by one call each."""
-        inner = [cut for cut in self.cuts if start < cut < stop]
-        return tuple(itertools.pairwise((start, *inner, stop)))
+        return () if self.piece is None else self.piece.seams  # such a block is alone in its piece
 
     def tensor(self, spec: TensorSpec, offset: int) -> torch.Tensor:
         """Return a CPU tensor over part of the block, with a storage of exactly its own bytes.
@@ -255,7 +249,7 @@ class HostStore:
             if available is not None and needed > available:
                 raise MemoryError(_too_large(needed, available, num_local_ranks()))
             pieces = [
-                _Piece(size, _plan_cuts(size, borders[first] if borders else ()), node)
+                _Piece(size, _plan_seams(size, borders[first] if borders else ()), node)
                 if size
                 else None
                 for size, first, _ in plan
@@ -341,16 +335,16 @@ def _plan_pieces(sizes: Sequence[int]) -> list[tuple[int, int, list[int]]]:
     return pieces
 
 
-def _plan_cuts(num_bytes: int, borders: Sequence[int]) -> list[int]:
-    """Cut a piece into spans of at most MAX_SPAN_BYTES, at borders where there are some."""
+def _plan_seams(num_bytes: int, borders: Sequence[int]) -> list[int]:
+    """Cut a piece into registrations that are not too large, at borders where there are some."""
     allowed = [border for border in borders if border % mmap.PAGESIZE == 0]
-    cuts: list[int] = []
+    seams: list[int] = []
     start = 0
-    while num_bytes - start > MAX_SPAN_BYTES:
-        limit = start + MAX_SPAN_BYTES
+    while num_bytes - start > MAX_REGISTRATION_BYTES:
+        limit = start + MAX_REGISTRATION_BYTES
         start = max((border for border in allowed if start < border <= limit), default=limit)
-        cuts.append(start)
-    return cuts
+        seams.append(start)
+    return seams
 
 
 def _page_round(num_bytes: int) -> int:

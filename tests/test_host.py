@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import assert_same, train
 
-from torch_offload import OffloadConfig, core, host
+from torch_offload import OffloadConfig, chunk, core, host
 from torch_offload.chunk import TensorSpec
 from torch_offload.host import HostStore
 
@@ -73,36 +73,45 @@ def test_a_block_larger_than_a_registration_is_cut_where_it_may_be(monkeypatch):
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
     monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 4 * PAGE)
     sizes = [PAGE, 4 * PAGE, 10 * PAGE + 64, 9 * PAGE]
-    borders = [[], [PAGE], [3 * PAGE, 3 * PAGE + 64, 6 * PAGE], [2 * PAGE, 3 * PAGE - 64]]
+    borders = [
+        [],
+        [0, PAGE],
+        [0, PAGE, 3 * PAGE, 3 * PAGE + 64, 6 * PAGE, 10 * PAGE],
+        [2 * PAGE, 3 * PAGE - 64],
+    ]
     blocks = make_store().allocate(sizes, borders)
     assert [block.num_bytes for block in blocks] == sizes
     assert [block.seams for block in blocks] == [
         (),
         (),
         (3 * PAGE, 6 * PAGE, 10 * PAGE),
-        (2 * PAGE, 6 * PAGE),
+        (2 * PAGE,),
     ]
-    assert make_store().allocate(sizes)[2].seams == (4 * PAGE, 8 * PAGE)
+    assert make_store().allocate(sizes)[2].seams == ()
 
 
 @given(
-    num_bytes=st.integers(1, 100 * PAGE),
-    borders=st.lists(st.integers(0, 100 * PAGE // 64).map(lambda n: 64 * n), max_size=20).map(
-        lambda found: sorted({*found, *(border // PAGE * PAGE for border in found[::2])})
-    ),
+    num_bytes=st.integers(1, 50 * PAGE),
+    borders=st.sets(
+        st.tuples(st.integers(0, 50), st.sampled_from([0, 0, 0, 64])).map(
+            lambda drawn: drawn[0] * PAGE + drawn[1]
+        ),
+        max_size=30,
+    ).map(sorted),
     pages=st.integers(1, 30),
 )
 def test_registrations_cover_a_piece_and_none_is_too_large(num_bytes, borders, pages):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "MAX_REGISTRATION_BYTES", pages * PAGE)
         seams = host._plan_seams(num_bytes, borders)
-    edges = [0, *seams, num_bytes]
-    for start, stop in itertools.pairwise(edges):
-        assert 0 < stop - start <= pages * PAGE
-        assert start % PAGE == 0
-        if stop != num_bytes:
-            reachable = [b for b in borders if start < b <= start + pages * PAGE and b % PAGE == 0]
-            assert stop == max(reachable, default=start + pages * PAGE)
+    assert set(seams) <= {border for border in borders if 0 < border < num_bytes}
+    assert all(seam % PAGE == 0 for seam in seams)
+    allowed = [border for border in borders if border % PAGE == 0]
+    for start, stop in itertools.pairwise([0, *seams, num_bytes]):
+        too_large = stop - start > pages * PAGE
+        assert not (too_large and any(start < border < stop for border in allowed))
+    for start, _, stop in zip([0, *seams], seams, [*seams[1:], num_bytes], strict=False):
+        assert stop - start > pages * PAGE, "two that could be one"
 
 
 @pytest.fixture
@@ -129,7 +138,7 @@ def test_a_large_piece_is_registered_in_parts(driver, monkeypatch):
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
     monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 4 * PAGE)
     store = make_store(CUDA, pin=True)
-    blocks = store.allocate([10 * PAGE + 64])
+    blocks = store.allocate([10 * PAGE + 64], [[4 * PAGE, 8 * PAGE]])
     start = blocks[0].address
     parts = {start: 4 * PAGE, start + 4 * PAGE: 4 * PAGE, start + 8 * PAGE: 2 * PAGE + 64}
     assert driver.registered == parts
@@ -143,8 +152,9 @@ def test_what_the_driver_refuses_stays_pageable_and_is_said_once(driver, monkeyp
     monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 4 * PAGE)
     driver.refuse = lambda num_bytes: num_bytes == 4 * PAGE
     store = make_store(CUDA, pin=True)
+    borders = [[], [4 * PAGE], [], []]
     with pytest.warns(UserWarning, match="could not be pinned") as caught:
-        blocks = store.allocate([PAGE, 6 * PAGE, 2 * PAGE, 4 * PAGE])
+        blocks = store.allocate([PAGE, 6 * PAGE, 2 * PAGE, 4 * PAGE], borders)
     assert len(caught) == 1
     assert f"({8 * PAGE:,} bytes: error 1)" in str(caught[0].message)
     assert store.num_bytes == 13 * PAGE
@@ -171,7 +181,6 @@ def test_training_with_half_of_the_memory_refused_is_exact(driver, monkeypatch):
 
     monkeypatch.setattr(core, "HostStore", store)
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
-    monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 16 * PAGE)
     driver.refuse = lambda num_bytes: num_bytes > 4 * PAGE
     plain = train(CPU, config=None)
     with pytest.warns(UserWarning, match="could not be pinned") as caught:
@@ -186,3 +195,37 @@ def test_zero_bytes_are_never_registered(driver):
     blocks = make_store(CUDA, pin=True).allocate([0, 64, 0])
     assert list(driver.registered.values()) == [64]
     assert blocks[0].bytes.numel() == 0
+
+
+def test_training_copies_nothing_across_two_registrations(driver, monkeypatch):
+    """State larger than one registration, and one tensor that alone is."""
+    calls = []
+
+    class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            if function is torch.ops.aten.copy_.default:
+                for tensor in tensors:
+                    start = tensor.data_ptr()
+                    stop = start + tensor.nbytes
+                    inside = [a for a, n in driver.registered.items() if a < stop and start < a + n]
+                    calls.append(len(inside))
+            return function(*args, **(kwargs or {}))
+
+    real = HostStore
+    monkeypatch.setattr(chunk, "_LARGE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(chunk, "_LARGE_ALIGNMENT", PAGE)
+    monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 8 * PAGE)
+    monkeypatch.setattr(
+        core, "HostStore", lambda device, pin, before_release: real(CUDA, pin, before_release)
+    )
+    shapes = [(6 * PAGE // 4 + 5,), (2 * PAGE // 4,), (7,), (10 * PAGE // 4 - 5,)]
+    config = OffloadConfig(chunk_size=2 * PAGE)
+    plain = train(CPU, config=None, shapes=shapes)
+    with Watched():
+        params, optimizer = train(CPU, config=config, shapes=shapes)
+    assert_same(plain, (params, optimizer))
+    assert max(driver.registered.values()) == 10 * PAGE
+    assert max(calls) == 1
+    assert calls.count(1) > 10

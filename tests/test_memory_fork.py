@@ -98,8 +98,9 @@ def test_only_parts_that_are_registered_are_left_out(driver, monkeypatch):
     monkeypatch.setattr(host, "PIECE_BYTES", PAGE)
     monkeypatch.setattr(host, "MAX_REGISTRATION_BYTES", 64 * PAGE)
     driver.refuse = lambda num_bytes: num_bytes == 64 * PAGE
+    store = HostStore(CUDA, True, lambda: None)
     with pytest.warns(UserWarning, match="could not be pinned"):
-        _, blocks = allocate(100 * PAGE)
+        blocks = store.allocate([100 * PAGE], [[64 * PAGE]])
     blocks[0].bytes.fill_(3)
     address = blocks[0].address
     assert "dc" not in flags(address + 63 * PAGE)

@@ -17,6 +17,7 @@ from torch_offload.chunk import (
     cut_parts,
     merge_runs,
     plan_chunks,
+    split_runs,
 )
 from torch_offload.schedule import Job, plan_schedule
 
@@ -158,3 +159,46 @@ def test_copies_run_ahead_of_updates():
     order = [(op.job.value, op.chunk) for op in plan_schedule(4, 3)]
     assert order[:4] == [("h2d", 0), ("h2d", 1), ("h2d", 2), ("update", 0)]
     assert order.index(("h2d", 3)) < order.index(("update", 1))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(1, 200)), max_size=5),
+    st.lists(st.integers(1, 900), max_size=6, unique=True).map(sorted),
+)
+def test_no_run_crosses_a_seam_and_each_byte_travels_once(gaps, seams):
+    runs, host, slot = [], 0, 0
+    for before, beside, num_bytes in gaps:
+        host, slot = host + before, slot + beside
+        runs.append(Run(host, slot, num_bytes))
+        host, slot = host + num_bytes, slot + num_bytes
+
+    def moved(found: tuple[Run, ...] | list[Run]) -> list[tuple[int, int]]:
+        return [(run.host + i, run.slot + i) for run in found for i in range(run.num_bytes)]
+
+    split = split_runs(runs, seams)
+    assert moved(split) == moved(runs)
+    for run in split:
+        assert run.num_bytes
+        assert not any(run.host < seam < run.host + run.num_bytes for seam in seams)
+    met = sum(run.host < seam < run.host + run.num_bytes for run in runs for seam in seams)
+    assert len(split) == len(runs) + met
+
+
+def test_the_second_of_two_large_tensors_starts_at_a_page():
+    """So that the one can be registered with the driver without the other."""
+    gib = 2**30
+    shape = (gib // 4 + 1,)
+    specs = [TensorSpec(key, shape, (1,), torch.float32) for key in "ab"]
+    cpu = torch.device("cpu")
+    (chunk,) = plan_chunks([(cpu, specs)], gib)
+    assert chunk.places[0].offsets == (0, gib + 2**16)
+
+
+def test_parts_of_large_tensors_fit_with_their_padding():
+    chunk_bytes = 3 * 2**30 + 2**16
+    least_padding = 2 * (ALIGNMENT - 1)
+    shape = (2 * ((chunk_bytes - least_padding) // 8),)
+    specs = [TensorSpec(key, shape, (1,), torch.float32) for key in "ab"]
+    (chunk,) = plan_chunks([(torch.device("cpu"), specs)], chunk_bytes)
+    parts = cut_parts(specs, shape, chunk_bytes)
+    assert max(chunk.places[0].packed(part).stop for part in parts) <= chunk_bytes

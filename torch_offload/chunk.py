@@ -20,6 +20,9 @@ from .distributed import same_place
 #: Every state tensor starts at a multiple of this many bytes, so that any dtype can be viewed
 #: there and vectorised kernels and DMA see aligned addresses.
 ALIGNMENT = 64
+#: So that memory can be registered in parts, tensor by tensor, where a block is larger than the
+#: driver takes at once: large tensors end at a multiple of the largest page size.
+_LARGE_BYTES, _LARGE_ALIGNMENT = 2**30, 2**16
 #: Parts of a parameter that were smaller would cost more calls than they save memory.
 LEAST_PART_BYTES = 4096
 
@@ -134,8 +137,13 @@ class Chunk:
 
 
 def align(num_bytes: int) -> int:
-    """Round up to the next multiple of :data:`ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    """Round up to the next multiple of :data:`ALIGNMENT`, or of a page for large tensors."""
+    alignment = _alignment(num_bytes)
+    return -(-num_bytes // alignment) * alignment
+
+
+def _alignment(num_bytes: int) -> int:
+    return ALIGNMENT if num_bytes < _LARGE_BYTES else _LARGE_ALIGNMENT
 
 
 def plan_chunks(
@@ -192,7 +200,8 @@ def cut_parts(
     order = orders.pop()
     if not order or orders:
         return ()
-    room = max(chunk_bytes - len(tensors) * (ALIGNMENT - 1), LEAST_PART_BYTES)
+    padding = len(tensors) * (_alignment(chunk_bytes) - 1)
+    room = max(chunk_bytes - padding, LEAST_PART_BYTES)
     num_elements = room // sum(spec.dtype.itemsize for spec in tensors)
     parts = tuple(_parts(order, shape, max(num_elements, 1), ()))
     return parts if len(parts) > 1 else ()
@@ -258,3 +267,13 @@ def merge_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
         else:
             merged.append(run)
     return tuple(merged)
+
+
+def split_runs(runs: Iterable[Run], seams: Sequence[int]) -> tuple[Run, ...]:
+    """Split runs at offsets in the host block that no copy may cross."""
+    split: list[Run] = []
+    for run in runs:
+        stop = run.host + run.num_bytes
+        edges = [run.host, *(seam for seam in seams if run.host < seam < stop), stop]
+        split += [Run(a, run.slot + a - run.host, b - a) for a, b in pairwise(edges)]
+    return tuple(split)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .chunk import TensorSpec
+from .chunk import TensorSpec, split_runs
 from .config import OffloadConfig
 from .distributed import local, wrapping
 from .host import HostStore
@@ -323,9 +323,10 @@ def storage(tensor: torch.Tensor) -> int:
 def _update(stepper: Stepper, shards: list[Shard]) -> Update:
     home = shards[0].home
     assert home is not None, "a parameter with state has a home"
+    block = home.hosted.block
     return Update(
-        block=home.hosted.block.bytes,
-        runs=runs(shards),
+        block=block.bytes,
+        runs=split_runs(runs(shards), block.seams),
         slot_bytes=max(home.slot_bytes(shard.part) for shard in shards),
         apply=lambda slot: stepper.update(shards, slot),
     )

@@ -32,7 +32,8 @@ from .ranks import num_local_ranks, turn
 
 #: Blocks are gathered into pieces of about this size; a larger block is a piece of its own.
 PIECE_BYTES = 256 * 2**20
-#: Drivers refuse registrations of 512 GiB and more (r580); ours stay far below.
+#: Drivers refuse registrations of 512 GiB and more (r580); ours stay far below, unless one state
+#: tensor is larger than this.
 MAX_REGISTRATION_BYTES = 64 * 2**30
 #: Python's default is shared memory: a forked child would write into its parent's state, and the
 #: system gives no huge pages.
@@ -235,8 +236,8 @@ class HostStore:
 
         Args:
             sizes: bytes of each block, each a multiple of the alignment of chunks.
-            borders: per block the offsets, rising, at which it may be cut if it is larger than
-                one registration may be; those that are multiples of the page size count.
+            borders: per block the offsets, rising, at which it may be registered in parts if it
+                is larger than one registration should be; multiples of the page size count.
 
         Raises:
             MemoryError: the host has less memory than needed. Nothing was allocated.
@@ -336,14 +337,17 @@ def _plan_pieces(sizes: Sequence[int]) -> list[tuple[int, int, list[int]]]:
 
 
 def _plan_seams(num_bytes: int, borders: Sequence[int]) -> list[int]:
-    """Cut a piece into registrations that are not too large, at borders where there are some."""
-    allowed = [border for border in borders if border % mmap.PAGESIZE == 0]
+    """Choose the fewest borders between which no registration is too large, as far as they allow.
+
+    Never elsewhere: a copy of whatever lies between two borders must not fail.
+    """
+    allowed = [b for b in borders if 0 < b < num_bytes and b % mmap.PAGESIZE == 0]
     seams: list[int] = []
     start = 0
-    while num_bytes - start > MAX_REGISTRATION_BYTES:
-        limit = start + MAX_REGISTRATION_BYTES
-        start = max((border for border in allowed if start < border <= limit), default=limit)
-        seams.append(start)
+    for border, following in itertools.pairwise([*allowed, num_bytes]):
+        if following - start > MAX_REGISTRATION_BYTES:
+            seams.append(border)
+            start = border
     return seams
 
 

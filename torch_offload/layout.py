@@ -156,7 +156,9 @@ class Layout:
         for device in {chunk.device for chunk in chunks}:
             members = [i for i, chunk in enumerate(chunks) if chunk.device == device]
             sizes = [chunks[i].num_bytes for i in members]
-            blocks.update(zip(members, self._store_for(device).allocate(sizes), strict=True))
+            borders = [[o for place in chunks[i].places for o in place.offsets] for i in members]
+            allocated = self._store_for(device).allocate(sizes, borders)
+            blocks.update(zip(members, allocated, strict=True))
         for position, chunk in enumerate(chunks):
             hosted = HostedChunk(self._next_index, chunk, blocks[position])
             self._next_index += 1

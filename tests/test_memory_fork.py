@@ -8,15 +8,15 @@ import mmap
 import os
 import subprocess
 import sys
-import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_driver import CUDA, PAGE, Driver
+from linux import flags, forked
 from training import assert_same, make_params
 
 from torch_offload import OffloadConfig, core, host, offload
@@ -35,35 +35,6 @@ pytestmark = [
 def driver(monkeypatch) -> Iterator[Driver]:
     yield Driver.install(monkeypatch)
     gc.collect()  # what a failed test left is released where it was registered
-
-
-def forked(work: Callable[[], None]) -> None:
-    """Run ``work`` in a forked child, where it raises if something is wrong."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        torch.set_num_threads(1)  # the threads of a pool are not there any more
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-
-
-def flags(address: int) -> list[str]:
-    """Return the kernel's flags of the mapping at an address; none where nothing is mapped."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if "-" in name and not name.endswith(":"):
-            start, stop = (int(edge, 16) for edge in name.split("-"))
-            inside = start <= address < stop
-        elif inside and name == "VmFlags:":
-            return rest.split()
-    return []
 
 
 needs_smaps = pytest.mark.skipif(

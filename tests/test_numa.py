@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import platform
 import sys
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from linux import policy_at, system_call
 from training import assert_same, train
 
 from torch_offload import OffloadConfig, host, numa
@@ -192,22 +192,6 @@ def test_training_is_exact_when_the_system_refuses(kernel, monkeypatch):
     plain = train(CPU, config=None)
     assert_same(plain, train(CPU, config=OffloadConfig(chunk_size=50_000)))
     assert kernel.calls
-
-
-def system_call(*values: int) -> int:
-    call = ctypes.CDLL(None).syscall
-    call.argtypes = [ctypes.c_long] * len(values)
-    return int(call(*values))
-
-
-def policy_at(address: int) -> tuple[int, int]:
-    """Ask the kernel for mode and nodes of the mapping at an address, or of this thread for 0."""
-    mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
-    of_an_address = 2 if address else 0
-    where = (ctypes.addressof(mode), ctypes.addressof(mask), 1024, address, of_an_address)
-    if system_call(numa._CALLS[platform.machine()][1], *where):
-        pytest.skip("this system does not tell NUMA policies")
-    return mode.value, mask[0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

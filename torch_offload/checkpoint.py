@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .chunk import TensorSpec
-from .core import OffloadCore, storage
+from .core import OffloadCore
 from .distributed import is_distributed, local, same_place, wrapping
 from .placement import dense_stride, traveling, travels
 
@@ -69,12 +69,10 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
         if values:
             specs[param] = _cast(param, traveling(values))
 
-    # A dict that is our own state would bring a torn step back.
-    owned = core.storages()
-    tensors = (state[param][spec.key] for param in specs for spec in specs[param])
-    is_own = any(local(tensor).numel() and storage(tensor) in owned for tensor in tensors)
+    # Our own state would bring a torn step back, unless a checkpoint was loaded into it in place.
+    is_torn = any(core.failed_with(state[p][spec.key]) for p in specs for spec in specs[p])
     before = core.failure
-    core.failure = "an earlier load_state_dict() stopped half-way. Load a checkpoint to go on."
+    core.fail("an earlier load_state_dict() stopped half-way. Load a checkpoint to go on.")
     try:
         core.adopt({param: state[param] for param in specs}, specs)
     except MemoryError:
@@ -87,7 +85,7 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
             saved.setdefault("param_names", group["param_names"])
         new_groups.append(saved)
     optimizer.__setstate__({"state": state, "param_groups": new_groups})
-    core.failure = before if is_own else None
+    core.failure = before if is_torn else None
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 

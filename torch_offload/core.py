@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,8 @@ class OffloadCore:
         self.traits = traits
         #: Why no further step is allowed; a checkpoint clears it.
         self.failure: str | None = None
+        #: Versions of the host tensors at that time, by storage.
+        self._failed_versions: dict[int, int] = {}
         #: The instance attribute ``step`` that an LR scheduler had set before the conversion.
         self.scheduler_step: Any = None
         #: The step pre-hook that notices a bypass, and how many steps of ours are running.
@@ -176,10 +178,23 @@ class OffloadCore:
         if self.failure is not None:
             warnings.warn(f"this state is not that of a whole step: {self.failure}", stacklevel=3)
 
+    def fail(self, reason: str) -> None:
+        """Refuse further steps until a checkpoint is loaded."""
+        self.failure = reason
+        self._failed_versions = {storage(view): local(view)._version for view in self._views()}
+
+    def failed_with(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is host state that nobody has written to since :meth:`fail`."""
+        version = self._failed_versions.get(storage(tensor))
+        return version is not None and version == local(tensor)._version
+
     def storages(self) -> set[int]:
         """Return the addresses of the storages that make up the host state."""
-        views = (view for home in self._layout for view in home.views.values())
-        return {storage(view) for view in views if local(view).numel()}
+        return {storage(view) for view in self._views()}
+
+    def _views(self) -> Iterator[torch.Tensor]:
+        for home in self._layout:
+            yield from (view for view in home.views.values() if local(view).numel())
 
     def _collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Shard]:
         """Find the parameters that take part, and give every one that needs it a home."""
@@ -305,7 +320,7 @@ class OffloadCore:
     def _after_failure(self, stepper: Stepper, error: BaseException) -> None:
         if stepper.has_changed_anything():
             # First of all: whatever happens below, this state is not that of a whole step.
-            self.failure = (
+            self.fail(
                 f"an earlier optimizer step stopped half-way ({type(error).__name__}: {error}): "
                 f"the first {len(stepper.started)} parameters in its order were updated, the last "
                 "of them perhaps in part, and the others were not. Load a checkpoint to go on."

@@ -204,7 +204,8 @@ class OffloadedOptimizer:
         memo[id(self)] = clone
         clone.__setstate__(copy.deepcopy(cast(Any, core.optimizer).__getstate__(), memo))
         _convert(clone, core.config, core.traits)
-        _core(clone).failure = core.failure
+        if core.failure is not None:
+            _core(clone).fail(core.failure)
         return clone
 
 

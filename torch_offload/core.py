@@ -69,7 +69,7 @@ class OffloadCore:
         self._layout = Layout(
             config.chunk_bytes, traits.elementwise, lambda device: own._store_for(device)
         )
-        self._probe = StateProbe(plain_class)
+        self.probe = StateProbe(plain_class)
         self._clock: StepClock | None = None
         self._traffic = Traffic()
         self._num_chunks = 0
@@ -129,6 +129,25 @@ class OffloadCore:
         ]
         for state, home, key, source in moves:
             state[key] = home.receive(key, source)
+
+    def reserve(self) -> list[tuple[dict[str, Any], torch.Tensor, Home | None]]:
+        """Give every parameter that will get state a home.
+
+        Returns:
+            For each: its group, the parameter, its home; ``None`` where only the first update can
+            tell what state there will be.
+
+        Raises:
+            MemoryError: the host has not enough memory. Nothing has changed.
+        """
+        groups = self.optimizer.param_groups
+        params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
+        self._plan(list(groups), params)
+        return [
+            (groups[index], param, self._layout.home(param))
+            for index, param in params
+            if param.requires_grad
+        ]
 
     def step(self) -> None:
         """Update every parameter that has a gradient. Returns before the device is done.
@@ -253,7 +272,7 @@ class OffloadCore:
     ) -> None:
         """Give a home to every parameter that will have state and has none that fits."""
         state = self.state
-        self._probe.attributes = self._attributes()
+        self.probe.attributes = self._attributes()
         missing: list[tuple[torch.Tensor, tuple[TensorSpec, ...]]] = []
         unknown: list[torch.Tensor] = []
         num_wanted = 0
@@ -284,10 +303,10 @@ class OffloadCore:
         """Tell what state ``param`` will have; ``None`` where only its first update can tell."""
         own = wrapping(param)
         if own is None:
-            return self._probe.specs(group, param)
+            return self.probe.specs(group, param)
         if not self.traits.elementwise:
             return None  # a step on meta tensors would communicate
-        specs = self._probe.specs(group, local(param))
+        specs = self.probe.specs(group, local(param))
         shape = tuple(local(param).shape)
         return specs and tuple(
             replace(spec, wrapping=own) if spec.shape == shape else spec for spec in specs

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .checkpoint import load_state_dict
 from .config import OffloadConfig
 from .core import OffloadCore
+from .dcp import install, settle
 from .distributed import local, wrapped, wrapping
 from .independence import Traits
 from .placement import travels
@@ -67,6 +68,7 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
             )
         return optimizer
     traits = check_optimizer(plain)
+    install(_find_core)
     _convert(plain, OffloadConfig() if config is None else config, traits)
     _recapture_step(optimizer)
     return optimizer
@@ -217,6 +219,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = closure()
     with _outside_autograd():
+        settle(core)
         core.step()
     return loss
 
@@ -305,6 +308,11 @@ def _recapture_step(optimizer: object) -> None:
     for wrapper in _layers(optimizer)[:-1]:
         if "_optimizer_original_step_method" in wrapper.__dict__:
             wrapper.__setstate__({})
+
+
+def _find_core(optimizer: object) -> OffloadCore | None:
+    plain = _unwrap(optimizer)
+    return _core(plain) if is_offloaded(plain) else None
 
 
 def _core(plain: Any) -> OffloadCore:

@@ -123,6 +123,35 @@ class StateProbe:
             self._known[kind] = self._probe(group, param)
         return self._known[kind]
 
+    def first_values(self, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """Return what state a single zero gets by a step with a zero gradient.
+
+        Args:
+            group: the parameter's group.
+            param: tells rank, dtype and device; not touched. A 0-dim one counts as a vector.
+
+        Returns:
+            Values as the class makes them: dtypes, devices, and tensors of one element. Empty where
+            it cannot be stepped so.
+        """
+        device = param.device
+        stand_in = torch.nn.Parameter(
+            torch.zeros([1] * max(param.dim(), 1), dtype=param.dtype, device=device)
+        )
+        stand_in.grad = torch.zeros_like(stand_in)
+        values = snapshot({key: value for key, value in group.items() if key != "params"})
+        groups = [{**values, "params": [stand_in]}]
+        state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        random = [] if device.type == "cpu" else [device]
+        try:
+            with torch.random.fork_rng(random, device_type=device.type):
+                step_detached(
+                    self._plain_class, snapshot(shareable(self.attributes)), groups, state
+                )
+        except Exception:  # one for sparse gradients; torch's hidden step fails as well
+            return {}
+        return state[stand_in]
+
     def _probe(
         self, group: Mapping[str, Any], param: torch.Tensor
     ) -> tuple[TensorSpec, ...] | None:

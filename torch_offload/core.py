@@ -18,15 +18,21 @@ from .chunk import TensorSpec, split_runs
 from .config import OffloadConfig
 from .distributed import local, wrapping
 from .host import HostStore
-from .independence import Traits
 from .layout import Home, Layout
 from .pipeline import Born, Creation, Pipeline, Traffic, Update
 from .placement import traveling, travels
 from .probe import StateProbe
-from .refusals import check_duplicates, check_not_capturing, check_overlap, check_parameter
+from .refusals import (
+    check_duplicates,
+    check_not_capturing,
+    check_order,
+    check_overlap,
+    check_parameter,
+)
 from .shard import Shard, by_chunk, runs, shards_of
 from .stats import OffloadStats, StepClock
 from .stepper import Stepper
+from .traits import Traits
 
 #: Attributes of an optimizer that a stand-in does not share with it.
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
@@ -62,6 +68,7 @@ class OffloadCore:
         #: The step pre-hook that notices a bypass, and how many steps of ours are running.
         self.guard: Any = None
         self.entered = 0
+        self.num_loads = 0
         self._pipelines: dict[torch.device, Pipeline] = {}
         self._stores: dict[torch.device, HostStore] = {}
         # A bound method would be a cycle: host memory would wait for the garbage collector.
@@ -162,7 +169,14 @@ class OffloadCore:
         shards = self._collect(optimizer.param_groups)
         for device in {shard.param.device for shard in shards}:
             self._store_for(device)
-        stepper = Stepper(self.plain_class, self._attributes(), optimizer.param_groups, shards)
+        check_order(self.traits, shards, self._pipelines)
+        stepper = Stepper(
+            self.plain_class,
+            self._attributes(),
+            optimizer.param_groups,
+            shards,
+            has_newcomers=not self.traits.random,
+        )
         self._clock = StepClock(self._pipelines)
         self._traffic = Traffic()
         try:

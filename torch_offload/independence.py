@@ -1,300 +1,286 @@
-"""Tests whether an optimizer treats its parameters independently, by stepping tiny CPU copies.
+"""Finds out whether an optimizer can be stepped chunk by chunk, by trying tiny CPU copies of it.
 
-A chunk is updated without the others, so that is what offload needs; it is tested and not listed,
-so that classes nobody has heard of here work, or are refused. The copies have the optimizer's
-class, attributes and hyper-parameters, and parameters of the same ranks and dtypes. They are
-stepped together, one by one, and one by one in the other order: the bits must be the same.
+It is tested and not listed, so that classes nobody has heard of here work, or are refused. Copies
+with the optimizer's class, attributes and hyper-parameters, and parameters of the same ranks and
+dtypes, are stepped as the plain class does and offloaded: every bit must be the same.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .probe import shareable, snapshot, step_detached, tiny_group, undecorated
+from .blueprint import Blueprint, draw
+from .dataflow import Dataflow
+from .holdings import ADVICE, Refused, Steadies, check_holdings, check_state, class_values_kept
+from .interface import check_closure, check_saving
+from .moments import Moment, difference, same_in_pieces
+from .random_state import random_state
+from .standin import undecorated
+from .traits import Traits
+from .trial import NUM_STEPS, Tiny, TinyOffloaded, apart
+from .values import fingerprint, same
 
-_NUM_STEPS = 4
-_ADVICE = "Train it without offload, or use an optimizer that updates each parameter by itself."
-#: Copies of each rank and dtype in a group, so that one can influence another.
-_NUM_COPIES = 2
+#: Parameters in a chunk of the offloaded copies: each by itself, then a few together.
+_ALONE, _FEW = 1, 3
+#: What was found out about torch's own classes: no code of others runs in those.
+_KNOWN: dict[str, Traits] = {}
+_MAX_KNOWN = 1000
+_NUM_WATCHED = 3
 
 
 @dataclass(slots=True)
-class _Copy:
-    """Tiny parameters, their state and their groups' values, as an optimizer would hold them."""
+class _Plain:
+    """What stepping a copy as the plain class does showed."""
 
-    params: list[list[torch.nn.Parameter]]
-    groups: list[dict[str, Any]]
-    attributes: dict[str, Any]
-    state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What the trial found out about an optimizer.
-
-    Attributes:
-        sparse: it is one for sparse gradients.
-        elementwise: it updates each element by itself, so a parameter may be stepped in parts.
-    """
-
-    sparse: bool
-    elementwise: bool
+    blueprint: Blueprint
+    moments: list[Moment]
+    random: bool
 
 
 def check_independent(
     plain_class: type[torch.optim.Optimizer],
     attributes: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Any] | None = None,
 ) -> Traits:
     """Refuse an optimizer whose parameters cannot be updated one chunk at a time.
 
+    Nothing of the user's changes: attributes, groups and state are copied, and the global random
+    state is restored.
+
     Args:
         plain_class: the user's optimizer class.
-        attributes: its attributes but groups and state.
+        attributes: its attributes but groups, state and hooks.
         groups: its parameter groups.
+        state: the state that it has already.
 
     Returns:
         What else the trial found out.
 
     Raises:
-        NotImplementedError: it is coupled, needs a closure, keeps tensors of its own, or cannot be
-            stepped on the CPU. The message says which and what to do.
+        NotImplementedError: it cannot be offloaded. The message says why and what to do.
     """
     name = plain_class.__name__
-    attributes = shareable(attributes)
-    if _needs_closure(plain_class):
-        raise NotImplementedError(
-            f"{name}.step needs a closure, which it may evaluate several times in one step; "
-            f"offload updates the parameters once, chunk by chunk. {_ADVICE}"
-        )
-    owned = _tensor_attributes(attributes)
-    if owned:
-        raise NotImplementedError(
-            f"{name} keeps tensors in its attribute {owned[0]!r}, outside of optimizer.state and "
-            f"param_groups, where offload cannot follow. {_ADVICE}"
-        )
-    trial = _Trial(plain_class, attributes, groups)
-    try:
-        whole = trial.run(lambda count: [list(range(count))])
-    except Exception as error:
-        trial.sparse = True
-        try:
-            whole = trial.run(lambda count: [list(range(count))])
-        except Exception:
-            raise NotImplementedError(
-                f"{name} could not be tried out on a tiny CPU copy, which is how offload finds "
-                f"out whether it is safe ({type(error).__name__}: {error}). {_ADVICE}"
-            ) from error
-    difference = _difference(whole, trial.run(lambda count: [[i] for i in range(count)]))
-    if not difference:
-        backwards = trial.run(lambda count: [[i] for i in reversed(range(count))])
-        difference = _difference(whole, backwards)
-        if difference and _difference(whole, trial.run(lambda n: [list(range(n))], seed=1)):
-            difference = None  # it draws random numbers, in the order of its parameters
-    if difference:
-        raise NotImplementedError(
-            f"{name} couples its parameters: updated one by one, {difference} is not what it is "
-            f"when they are updated together. {_ADVICE}"
-        )
-    return Traits(sparse=trial.sparse, elementwise=not trial.sparse and trial.is_elementwise(whole))
+    params = [param for group in groups for param in group["params"]]
+    check_state(name, state or {}, params, known_only=False)
+    blueprint = draw(plain_class, attributes, groups)
+    key = _key(blueprint)
+    if key not in _KNOWN:
+        traits = _try(name, blueprint)
+        if key is None:
+            return traits
+        if len(_KNOWN) >= _MAX_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = traits
+    return _KNOWN[key]
 
 
-def _needs_closure(plain_class: type[torch.optim.Optimizer]) -> bool:
-    parameters = list(inspect.signature(undecorated(plain_class)).parameters.values())[1:]
-    return any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in parameters
+def _key(blueprint: Blueprint) -> str | None:
+    """What the trial of one of torch's own classes depends on; None for a class of others."""
+    if not blueprint.plain_class.__module__.startswith("torch.optim."):
+        return None
+    samples = [
+        (s.group, s.copy, s.shape, s.source.dtype, type(s.source)) for s in blueprint.samples
+    ]
+    return repr(
+        [
+            id(blueprint.plain_class),
+            fingerprint([undecorated(blueprint.plain_class), blueprint.attributes]),
+            fingerprint(blueprint.groups),
+            samples,
+        ]
     )
 
 
-def _tensor_attributes(attributes: Mapping[str, Any]) -> list[str]:
-    def holds_tensors(value: Any, depth: int = 0) -> bool:
-        if isinstance(value, torch.Tensor):
-            return value.dim() > 0
-        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-            return True
-        if depth < 3 and isinstance(value, (list, tuple, set, frozenset)):
-            return any(holds_tensors(item, depth + 1) for item in value)
-        if depth < 3 and isinstance(value, Mapping):
-            pairs = [*value.keys(), *value.values()]
-            return any(holds_tensors(item, depth + 1) for item in pairs)
-        return False
+def _try(name: str, blueprint: Blueprint) -> Traits:
+    plain = _step_plainly(name, blueprint)
+    traits = Traits(sparse=plain.blueprint.sparse, elementwise=False, random=plain.random)
+    found = _offloaded_difference(name, plain, traits)
+    if found and plain.random:
+        # Perhaps only because parameters without state are updated first.
+        plain = _run_plain(name, replace(plain.blueprint, gaps=0))
+        traits = replace(traits, redraws=True)
+        found = _offloaded_difference(name, plain, traits)
+    if found:
+        why = "" if not plain.random else " It draws random numbers, and not one after the other."
+        raise Refused(
+            f"{name} couples its parameters: updated {found} is not what it is when they are "
+            f"updated together.{why} {ADVICE}"
+        )
+    check_closure(name, plain.blueprint)
+    check_saving(name, plain.blueprint, traits)
+    flow = _watch(plain.blueprint)
+    if flow is not None and (flow.exchange or flow.meeting):
+        what = (
+            f"exchanges data with other processes ({flow.exchange}), which would wait for each "
+            "other chunk by chunk"
+            if flow.exchange
+            else f"couples its parameters: several of them are put into one {flow.meeting}"
+        )
+        raise Refused(f"{name} {what}. {ADVICE}")
+    if flow is None or flow.reduction or traits.sparse or traits.random:
+        return traits
+    return replace(traits, elementwise=_is_elementwise(plain))
 
-    return [name for name, value in attributes.items() if holds_tensors(value)]
 
-
-@dataclass(slots=True)
-class _Trial:
-    """What tiny copies are made of."""
-
-    plain_class: type[torch.optim.Optimizer]
-    attributes: Mapping[str, Any]
-    groups: Sequence[Mapping[str, Any]]
-    sparse: bool = False
-
-    def is_elementwise(self, whole: _Copy) -> bool:
-        """Whether each row of a copy gets the bits that it has in ``whole`` when it is stepped as
-        a parameter of its own. Where random numbers are drawn they depend on how a tensor is cut,
-        on an accelerator if not here."""
-        if self.sparse or _difference(whole, self.run(lambda n: [list(range(n))], seed=1)):
-            return False
+def _step_plainly(name: str, blueprint: Blueprint) -> _Plain:
+    """Step a copy as the plain class does, in the first of several ways that it bears."""
+    first: Exception | None = None
+    ways = [
+        replace(blueprint, sparse=sparse, constructed=constructed, gaps=gaps, turns=turns)
+        for sparse, constructed in ((False, False), (False, True), (True, False))
+        for gaps, turns in ((2, True), (1, True), (1, False), (0, True), (0, False))
+    ]
+    for way in ways:
         try:
-            rows = self.run(lambda count: [list(range(count))], by_row=True)
-        except Exception:
-            return False
-        pieces = iter(row for params in rows.params for row in params)
-        return all(
-            _same_in_rows(whole, param, rows, [next(pieces) for _ in range(_num_rows(param))])
-            for params in whole.params
-            for param in params
-        )
-
-    def run(
-        self, cut: Callable[[int], list[list[int]]], seed: int = 0, by_row: bool = False
-    ) -> _Copy:
-        """Step a new copy, in the parts that ``cut`` makes of the positions of its parameters.
-
-        Args:
-            cut: number of parameters to the positions in each part.
-            seed: of random numbers that a step draws.
-            by_row: make a parameter of its own of each row.
-        """
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            # torch.manual_seed would seed the accelerators too, and dropout with them.
-            torch.default_generator.manual_seed(seed)
-            copied = _make(self.attributes, self.groups)
-            whole = [p for params in copied.params for p in params]
-            if by_row:
-                copied.params = [
-                    [torch.nn.Parameter(row) for p in params for row in _rows(p)]
-                    for params in copied.params
-                ]
-            flat = [(index, p) for index, params in enumerate(copied.params) for p in params]
-            for step in range(_NUM_STEPS):
-                grads = [self._grad(p, 100 * step + n) for n, p in enumerate(whole)]
-                if by_row:
-                    grads = [row for grad in grads for row in _rows(grad)]
-                for (_, param), grad in zip(flat, grads, strict=True):
-                    param.grad = grad
-                groups, attributes = copied.groups, copied.attributes
-                copied.groups = list(groups)
-                for part in cut(len(flat)):
-                    members = [flat[position] for position in part]
-                    self._step(copied, members, groups, attributes)
-        return copied
-
-    def _grad(self, param: torch.Tensor, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        grad = torch.randn(param.shape, generator=generator, dtype=torch.float32).to(param.dtype)
-        return grad.to_sparse(1) if self.sparse else grad
-
-    def _step(
-        self,
-        copied: _Copy,
-        members: Sequence[tuple[int, torch.nn.Parameter]],
-        groups: Sequence[Mapping[str, Any]],
-        attributes: Mapping[str, Any],
-    ) -> None:
-        """Step some parameters, from the values that groups and attributes had before."""
-        stepped = {index: {**snapshot(groups[index]), "params": []} for index, _ in members}
-        state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        for index, param in members:
-            stepped[index]["params"].append(param)
-            if param in copied.state:
-                state[param] = copied.state[param]
-        stand_in = step_detached(
-            self.plain_class, snapshot(attributes), list(stepped.values()), state
-        )
-        copied.state.update(state)
-        for index, group in stepped.items():
-            copied.groups[index] = {k: v for k, v in group.items() if k != "params"}
-        copied.attributes = {
-            k: v for k, v in stand_in.__dict__.items() if k not in ("state", "param_groups")
-        }
+            # A short look first: some classes take long for the large one, only to be refused.
+            small = [sample for sample in way.samples if not sample.is_large]
+            _run_plain(name, replace(way, samples=small), num_steps=1)
+            return _run_plain(name, way)
+        except Refused:
+            raise
+        except Exception as error:
+            first = first or error
+    advice = ADVICE
+    if callable(getattr(blueprint.plain_class, "train", None)):
+        advice = f"If it has to be in training mode, call its train() before offload(). {ADVICE}"
+    raise Refused(
+        f"{name} could not be tried out on a tiny CPU copy, which is how offload finds out whether "
+        f"it is safe ({type(first).__name__}: {first}). {advice}"
+    ) from first
 
 
-def _make(attributes: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> _Copy:
-    generator = torch.Generator().manual_seed(0)
-    params: list[list[torch.nn.Parameter]] = []
-    for group in groups:
-        kinds = dict.fromkeys((min(p.dim(), 5), p.dtype) for p in group["params"])
-        params.append(
-            [
-                torch.nn.Parameter(
-                    torch.randn([4, 3, 2, 2, 2][:rank], generator=generator).to(dtype)
+def _run_plain(name: str, blueprint: Blueprint, num_steps: int = NUM_STEPS) -> _Plain:
+    """Step a copy as the plain class does.
+
+    Raises:
+        Refused: what it does then cannot be done chunk by chunk.
+    """
+    moments: list[Moment] = []
+    draws = False
+    with apart(), class_values_kept(name, blueprint.plain_class):
+        tiny = Tiny(blueprint)
+        members = tiny.members()
+        last = tiny.moment()
+        for step in range(num_steps):
+            tiny.give_gradients(step)
+            has_grad = [param.grad is not None for param in tiny.flat]
+            shared = Steadies(tiny.kept())
+            before = random_state()
+            result = tiny.step()
+            draws = draws or random_state() != before
+            check_state(name, tiny.optimizer.state, tiny.flat, known_only=True)
+            now = tiny.moment()
+            _check_step(name, result, has_grad, last, now)
+            if shared.changed():
+                raise Refused(
+                    f"{name} changes something in its {shared.changed()!r} that is no number, "
+                    f"tensor or container of such, and that all chunks would share. {ADVICE}"
                 )
-                for rank, dtype in kinds
-                for _ in range(_NUM_COPIES)
-            ]
+            moments.append(now)
+            last = now
+        if tiny.members() != members:
+            raise Refused(f"{name} changes the lists of its parameters in a step. {ADVICE}")
+        check_holdings(name, tiny.attributes, tiny.optimizer.param_groups)
+    return _Plain(blueprint, moments, draws)
+
+
+def _check_step(
+    name: str, result: Any, has_grad: Sequence[bool], before: Moment, after: Moment
+) -> None:
+    if result is not None:
+        raise Refused(
+            f"{name}.step returns a {type(result).__name__}; offload returns what the closure "
+            f"returns, or None. {ADVICE}"
         )
-    return _Copy(params, [tiny_group(group) for group in groups], dict(attributes))
+    for index, had in enumerate(has_grad):
+        if had:
+            continue
+        if not same(before.values[index], after.values[index]):
+            raise Refused(
+                f"{name} updates parameters that have no gradient; offload leaves those, and "
+                f"their state on the host, alone. {ADVICE}"
+            )
+        if not same(before.states[index], after.states[index]):
+            raise Refused(
+                f"{name} makes or changes the state of parameters that have no gradient; offload "
+                f"leaves it on the host. {ADVICE}"
+            )
 
 
-def _num_rows(param: torch.Tensor) -> int:
-    return len(param) if param.dim() else 1
-
-
-def _rows(param: torch.Tensor) -> list[torch.Tensor]:
-    return (
-        [row.clone() for row in torch.split(param.detach(), 1)] if param.dim() else [param.detach()]
-    )
-
-
-def _same_in_rows(
-    whole: _Copy, param: torch.Tensor, parts: _Copy, rows: Sequence[torch.Tensor]
-) -> bool:
-    """Whether a parameter and its state have the bits that its rows have."""
-
-    def joined(values: Sequence[Any]) -> Any:
-        return torch.cat([v.detach() for v in values]) if param.dim() else values[0].detach()
-
-    state, states = whole.state.get(param, {}), [parts.state.get(row, {}) for row in rows]
-    if any(state.keys() != other.keys() for other in states):
-        return False
-    return _same(param.detach(), joined(rows)) and all(
-        _same(value, joined([other[key] for other in states]))
-        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim()
-        else all(_same(value, other[key]) for other in states)
-        for key, value in state.items()
-    )
-
-
-def _difference(whole: _Copy, parts: _Copy) -> str | None:
-    """Say what differs in the two, or return None."""
-    for group_a, group_b in zip(whole.params, parts.params, strict=True):
-        for index, (a, b) in enumerate(zip(group_a, group_b, strict=True)):
-            if not _same(a.detach(), b.detach()):
-                return f"a parameter of shape {tuple(a.shape)} (number {index})"
-            if not _same(whole.state.get(a), parts.state.get(b)):
-                return f"the state of a parameter of shape {tuple(a.shape)} (number {index})"
-    for first, second in zip(whole.groups, parts.groups, strict=True):
-        for key, value in first.items():
-            if not _same(value, second.get(key)):
-                return f"{key!r} of its parameter group"
-    for key, value in whole.attributes.items():
-        if isinstance(value, (int, float, torch.Tensor)) and not _same(
-            value, parts.attributes.get(key)
-        ):
-            return f"its attribute {key!r}"
+def _offloaded_difference(name: str, plain: _Plain, traits: Traits) -> str | None:
+    """Step copies chunk by chunk, and say how and where they differ from plain ones."""
+    for num_params, backwards in ((_ALONE, False), (_FEW, True)):
+        if backwards and plain.random:
+            continue
+        with apart():
+            try:
+                tiny = TinyOffloaded(plain.blueprint, num_params, traits, backwards)
+                found = _first_difference(plain, tiny)
+            except (NotImplementedError, MemoryError):
+                raise
+            except Exception as error:
+                raise Refused(
+                    f"{name} can be stepped as a whole, but not chunk by chunk "
+                    f"({type(error).__name__}: {error}). {ADVICE}"
+                ) from error
+        if found:
+            return f"{'in parts' if backwards else 'one by one'}, {found}"
     return None
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        # NaN is a value like any other here.
-        return (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and torch.equal(a.nan_to_num(), b.nan_to_num())
-        )
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a is b or a == b)
+def _first_difference(plain: _Plain, tiny: Tiny) -> str | None:
+    for step, moment in enumerate(plain.moments):
+        tiny.give_gradients(step)
+        tiny.step()
+        found = difference(moment, tiny.moment())
+        if found:
+            return found
+    return None
+
+
+def _watch(blueprint: Blueprint) -> Dataflow | None:
+    """Step a copy and follow what is computed from what; None where that cannot be followed."""
+    flow = Dataflow()
+    with apart():
+        try:
+            tiny = Tiny(replace(blueprint, gaps=0))
+            if blueprint.turns:
+                tiny.turn()
+            for step in range(_NUM_WATCHED):
+                tiny.give_gradients(step)
+                state = tiny.optimizer.state
+                for index, param in enumerate(tiny.flat):
+                    own = [value for value in state.get(param, {}).values()]
+                    flow.own(index, [param, param.grad, *own])
+                with flow:
+                    tiny.step()
+        except Exception:
+            return None
+    return flow
+
+
+def _is_elementwise(plain: _Plain) -> bool:
+    """Whether parts of a parameter get the bits that they have in the whole."""
+    with apart():
+        try:
+            tiny = Tiny(plain.blueprint, in_pieces=True)
+            start, samples = tiny.moment().marks, plain.blueprint.samples
+            for step, whole in enumerate(plain.moments):
+                tiny.give_gradients(step)
+                before = [(param.data_ptr(), param.grad) for param in tiny.flat]
+                tiny.step()
+                now = [(param.data_ptr(), param.grad) for param in tiny.flat]
+                if any(a[0] != b[0] or a[1] is not b[1] for a, b in zip(before, now, strict=True)):
+                    return False  # there is no way back for those from a part
+                parts = tiny.moment()
+                counts = [len(params) for params in tiny.params]
+                if parts.marks != start or not same_in_pieces(samples, whole, parts, counts):
+                    return False
+        except Exception:
+            return False
+    return True

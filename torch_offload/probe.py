@@ -1,13 +1,12 @@
-"""Runs an optimizer's step on stand-ins: for a chunk, for a tiny CPU copy, or on the meta device.
+"""Tells what state a parameter will get, by stepping a stand-in for it on the meta device.
 
-A *stand-in* is an object of the user's optimizer class that holds given groups and state instead of
-the user's. Stepping one on meta tensors of the real shapes tells what state a parameter will get,
-in exact shapes and dtypes, without any memory.
+Its shapes and dtypes are exact, and no memory is needed. Here is also what a setting becomes for
+such a step, or for one on a CPU.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,71 +14,31 @@ import torch
 
 from .chunk import TensorSpec
 from .placement import traveling
+from .random_state import random_state_kept
+from .standin import default_device_cpu, like, step_detached
+from .values import rebuilt, snapshot
 
 #: Flavours whose kernels need an accelerator or a graph. None changes which state there is.
 _CPU_FLAVOUR = {"fused": False, "foreach": False, "capturable": False}
+_SIMPLE = (type(None), bool, int, float, str, torch.dtype)
 #: What GradScaler lends a fused optimizer for one step.
 _SCALER_ATTRIBUTES = frozenset({"grad_scale", "found_inf"})
 
 
-def step_detached(
-    plain_class: type[torch.optim.Optimizer],
-    attributes: Mapping[str, Any],
-    groups: list[dict[str, Any]],
-    state: defaultdict[torch.Tensor, dict[str, Any]],
-) -> torch.optim.Optimizer:
-    """Run one step of ``plain_class`` on the given groups and state, without any user hook.
-
-    Args:
-        plain_class: the user's optimizer class.
-        attributes: the optimizer's other attributes.
-        groups: parameter groups with their hyper-parameters; changed in place by the step.
-        state: filled and changed in place.
-
-    Returns:
-        The stand-in that was stepped; its attributes may have changed.
-    """
-    stand_in = object.__new__(plain_class)
-    stand_in.__dict__.update(attributes)
-    stand_in.param_groups = groups
-    stand_in.state = state
-    # A class that calls its parent's step() gets there by torch's decorator, which fires hooks.
-    stand_in._optimizer_step_pre_hooks = OrderedDict()
-    stand_in._optimizer_step_post_hooks = OrderedDict()
-    undecorated(plain_class)(stand_in)
-    return stand_in
-
-
-def undecorated(plain_class: type[torch.optim.Optimizer]) -> Any:
-    """Return the class's ``step`` below torch's decorator, which would fire user step hooks."""
-    step: Any = plain_class.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step
-
-
-def snapshot(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy what a step may change in place, so that every part of a step starts from the same.
-
-    Args:
-        values: an optimizer's attributes, or what a group says besides its parameters.
-    """
-    return {key: _copied(value) for key, value in values.items()}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (list, dict, set):
-        return value.copy()
-    return value
-
-
 def tiny_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyper-parameters for a step on the CPU."""
-    values = {key: _on_cpu(value) for key, value in group.items() if key != "params"}
+    """Return a group's hyper-parameters for a step on the CPU, in containers of their own."""
+    values = {
+        key: rebuilt(value, _on_cpu)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
     values.update({key: value for key, value in _CPU_FLAVOUR.items() if key in values})
     return values
+
+
+def simple_attributes(param: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a parameter that a tiny copy can have, too."""
+    return {k: v for k, v in param.__dict__.items() if isinstance(v, _SIMPLE)}
 
 
 def shareable(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +77,15 @@ class StateProbe:
             for key, value in group.items()
             if value is None or isinstance(value, (bool, int, float, str))
         )
-        kind = (settings, tuple(param.shape), param.stride(), param.dtype, param.requires_grad)
+        marks = (type(param), *simple_attributes(param).items())
+        kind = (
+            settings,
+            marks,
+            tuple(param.shape),
+            param.stride(),
+            param.dtype,
+            param.requires_grad,
+        )
         if kind not in self._known:
             self._known[kind] = self._probe(group, param)
         return self._known[kind]
@@ -155,16 +122,15 @@ class StateProbe:
     def _probe(
         self, group: Mapping[str, Any], param: torch.Tensor
     ) -> tuple[TensorSpec, ...] | None:
-        stand_in = torch.nn.Parameter(
-            torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta"),
-            requires_grad=param.requires_grad,
-        )
+        meta = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+        stand_in = like(param, meta)
+        stand_in.__dict__.update(simple_attributes(param))
         stand_in.grad = torch.empty_like(stand_in, requires_grad=False)
         values = {**tiny_group(group), "params": [stand_in]}
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         failed = False
         try:
-            with torch.device("cpu"):  # whatever the user's default is
+            with default_device_cpu(), random_state_kept():
                 step_detached(
                     self._plain_class, snapshot(shareable(self.attributes)), [values], state
                 )
@@ -175,8 +141,4 @@ class StateProbe:
 
 
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_on_cpu(item) for item in value)
-    return value
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

@@ -3,57 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from .distributed import local
-from .independence import Traits, check_independent
-
-#: Where classes may come from. Those of others pass the same trial, but it does not see everything
-#: that a class may do yet (DESIGN.md, "Which optimizers").
-_PACKAGES = ("torch.optim.",)
-
-
-def check_optimizer(optimizer: Any) -> Traits:
-    """Refuse what :func:`torch_offload.offload` cannot convert.
-
-    Returns:
-        What a trial of it found out.
-
-    Raises:
-        TypeError: it is no optimizer.
-        ValueError: it has no parameters, or its ``step`` was replaced.
-        NotImplementedError: its class or one of its settings is not supported.
-    """
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"offload() takes a torch.optim.Optimizer, not {name}.")
-    if not f"{type(optimizer).__module__}.".startswith(_PACKAGES):
-        raise NotImplementedError(
-            f"{name} is a class of {type(optimizer).__module__}, and only the optimizers of "
-            "torch.optim can be offloaded yet. Use one of them, or train without offload."
-        )
-    for method in ("load_state_dict", "state_dict"):
-        if getattr(type(optimizer), method) is not getattr(Optimizer, method):
-            raise NotImplementedError(
-                f"{name} has a {method} of its own, which would put its state past the offload. "
-                "Train it without offload, or use a class with torch's own."
-            )
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise ValueError(f"{name} has no parameters. Give it parameters before offload().")
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise NotImplementedError(
-                f"{name} has differentiable=True in group {index}: its state is part of a graph "
-                "and cannot leave the device. Use differentiable=False."
-            )
-    check_duplicates(optimizer.param_groups)
-    check_step_attribute(optimizer, "offload()")
-    attributes = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
-    return check_independent(type(optimizer), attributes, optimizer.param_groups)
+from .shard import Shard, by_chunk
+from .traits import Traits
+from .values import overlap
 
 
 def check_step_attribute(optimizer: Any, function: str) -> None:
@@ -95,19 +52,40 @@ def check_parameter(param: torch.Tensor, takes_sparse: bool) -> None:
 def check_overlap(params: Sequence[torch.Tensor]) -> None:
     """Refuse two parameters over the same memory: the order of their updates would depend on
     where a chunk ends."""
-    spans = []
-    for param in map(local, params):
-        if param.numel():
-            reach = sum((n - 1) * step for n, step in zip(param.shape, param.stride(), strict=True))
-            start = param.data_ptr()
-            stop = start + (reach + 1) * param.element_size()
-            spans.append((str(param.device), start, stop, tuple(param.shape)))
-    for a, b in pairwise(sorted(spans)):
-        if a[0] == b[0] and b[1] < a[2]:
-            raise NotImplementedError(
-                f"two parameters (shapes {a[3]} and {b[3]}) share memory. Tie the parameter "
-                "itself (module_b.weight = module_a.weight) and give it to the optimizer once."
-            )
+    found = overlap([local(param) for param in params])
+    if found is not None:
+        a, b = (tuple(params[index].shape) for index in found)
+        raise NotImplementedError(
+            f"two parameters (shapes {a} and {b}) share memory. Tie the parameter itself "
+            "(module_b.weight = module_a.weight) and give it to the optimizer once."
+        )
+
+
+def check_order(traits: Traits, shards: Sequence[Shard], devices: Iterable[torch.device]) -> None:
+    """Refuse a step that would draw random numbers for parameters in another order than plain.
+
+    Args:
+        traits: of the optimizer.
+        shards: all that take part, in the order of their parameters.
+        devices: in the order in which theirs are updated.
+    """
+    if not traits.random:
+        return
+    updated: list[Shard] = []
+    for device in devices:
+        born, known = by_chunk(shards, device)
+        updated += (shard for chunk in born for shard in chunk)
+        if traits.redraws:
+            updated += (shard for chunk in known for shard in chunk)
+    positions = {id(shard): position for position, shard in enumerate(shards)}
+    order = [positions[id(shard)] for shard in updated]
+    if order != sorted(order):
+        raise NotImplementedError(
+            "this optimizer draws random numbers for one parameter after the other, and "
+            "parameters without state would be updated here before others that come first. Give "
+            "all parameters a gradient from the first step on (zeros, if need be), add new ones "
+            "last, or train without offload."
+        )
 
 
 def check_not_capturing(device: torch.device) -> None:

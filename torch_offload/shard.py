@@ -17,6 +17,7 @@ import torch
 from .chunk import Part, Run, TensorSpec, merge_runs
 from .distributed import is_distributed, is_partial, local, same_place, wrapped, wrapping
 from .layout import Home
+from .standin import like
 
 
 @dataclass(slots=True)
@@ -59,15 +60,27 @@ class Shard:
 
     def stand_in(self) -> torch.Tensor:
         """Return the parameter that is stepped."""
-        made = torch.nn.Parameter(
-            self.of(self.param.detach()), requires_grad=self.param.requires_grad
-        )
+        made = like(self.param, self.of(self.param.detach()))
+        made.__dict__ = self.param.__dict__
         grad = self.param.grad
         if grad is not None:
             if grad.dtype != self.param.dtype:
                 made.grad_dtype = grad.dtype
             made.grad = self.of(grad)
         return made
+
+    def give_back(self, stand_in: torch.Tensor) -> None:
+        """Let the parameter have what a step put into its stand-in's ``data`` and ``grad``.
+
+        What is updated in parts is of a class that puts nothing there.
+        """
+        if self.part is not None or self.unwraps:
+            return
+        if stand_in.grad is not self.param.grad:
+            self.param.grad = stand_in.grad
+        own, made = local(self.param), local(stand_in)
+        if made.data_ptr() != own.data_ptr() or made.shape != own.shape:
+            self.param.data = stand_in.data
 
     def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return its state in a slot that was filled, as the optimizer is to see it."""

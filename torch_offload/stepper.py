@@ -15,8 +15,9 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from .distributed import local, wrapped, wrapping
 from .placement import travels
-from .probe import snapshot, step_detached
 from .shard import Shard
+from .standin import bystander, newcomer, step_detached
+from .values import is_unchanged, put_back, snapshot
 
 #: What a stand-in has of its own.
 _STAND_IN_ATTRIBUTES = frozenset(
@@ -35,6 +36,8 @@ class Stepper:
         attributes: the optimizer's attributes but its groups and state.
         groups: its parameter groups; changed by :meth:`finish` alone.
         shards: all that take part in this step.
+        has_newcomers: step a small one with those that have state, where others get theirs. Not
+            where it would draw random numbers.
     """
 
     def __init__(
@@ -43,18 +46,30 @@ class Stepper:
         attributes: dict[str, Any],
         groups: Sequence[dict[str, Any]],
         shards: Sequence[Shard],
+        has_newcomers: bool = True,
     ) -> None:
         self._plain_class = plain_class
         self.attributes = attributes
         self._groups = groups
         self._values = [hyper_parameters(group) for group in groups]
-        self._newcomers = {_kind(shard) for shard in shards if not shard.state}
+        #: Only torch's own classes are known to step each group by itself.
+        self._apart = plain_class.__module__.startswith("torch.optim.")
+        self._bystanders: dict[int, list[torch.Tensor]] = {}
+        self._names = {
+            id(param): name
+            for group in groups
+            if "param_names" in group
+            for param, name in zip(group["params"], group["param_names"], strict=True)
+        }
+        self._newcomers = {_kind(shard) for shard in shards if has_newcomers and not shard.state}
         #: What does not travel of the state of a parameter that is updated in parts, as it was.
         self._residents: dict[int, dict[str, Any]] = {}
         #: State of such a parameter that appeared in this step: its id and the key to all of it.
         self._grown: dict[tuple[int, str], torch.Tensor] = {}
         #: What group values and attributes became: group index (or None) to (before, after).
         self._changes: dict[int | None, tuple[dict[str, Any], dict[str, Any]]] = {}
+        #: Groups of which a parameter took part.
+        self._active: set[int] = set()
         #: The parameters of the chunks that were updated or begun, in order.
         self.started: list[torch.Tensor] = []
         self.num_chunks = 0
@@ -101,25 +116,24 @@ class Stepper:
     def finish(self) -> None:
         """Write counters that advanced back to the optimizer's groups and attributes.
 
-        Groups of which no parameter took part are stepped here, since a plain step visits them
-        too.
+        Groups of which no parameter took part are visited here, since a plain step visits them
+        too; never with a parameter of the user's.
         """
         idle = [index for index in range(len(self._groups)) if index not in self._changes]
         if idle:
-            groups = [{**self._values[index], "params": []} for index in idle]
-            for index, group in zip(idle, groups, strict=True):
-                group["params"] = list(self._groups[index]["params"])
-            self._run(idle, groups, defaultdict(dict))
+            self._run([], [], defaultdict(dict), idle)
         for where, (before, after) in self._changes.items():
             target = self.attributes if where is None else self._groups[where]
             given = self.attributes if where is None else self._values[where]
+            for key in before.keys() - after.keys():
+                target.pop(key, None)
             for key, value in after.items():
                 if key not in before or value is not before[key]:
                     target[key] = value
                 elif isinstance(value, torch.Tensor):
                     if value._version:
                         given[key].copy_(value)
-                elif type(value) in (list, dict, set) and value != given[key]:
+                elif not is_unchanged(given[key], value) and not put_back(given[key], value):
                     target[key] = value
 
     def _state(self, shard: Shard) -> dict[str, Any]:
@@ -163,8 +177,10 @@ class Stepper:
         members: dict[int, list[torch.Tensor]] = {}
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         stand_ins = [shard.stand_in() for shard in shards]
+        sources: dict[int, list[torch.Tensor]] = {}
         for shard, stand_in, values in zip(shards, stand_ins, states, strict=True):
             members.setdefault(shard.group, []).append(stand_in)
+            sources.setdefault(shard.group, []).append(shard.param)
             if values is not None:
                 state[stand_in] = values
         self.started.extend(shard.param for shard in shards if shard.is_first)
@@ -175,10 +191,13 @@ class Stepper:
             for tensor in (local(shard.param), *_resident(shard.state))
         ]
         for kind in {_kind(shard) for shard in shards if shard.state} & self._newcomers:
-            members[kind[0]].append(_newcomer(next(s for s in shards if _kind(s) == kind)))
-        groups = [{**self._values[index], "params": own} for index, own in members.items()]
+            shard = next(shard for shard in shards if _kind(shard) == kind)
+            members[shard.group].append(newcomer(shard.param, shard.of(shard.param)))
+            sources[shard.group].append(shard.param)
+        groups = [self._group(index, own, sources[index]) for index, own in members.items()]
         self._run(list(members), groups, state)
-        for shard in shards:
+        for shard, stand_in in zip(shards, stand_ins, strict=True):
+            shard.give_back(stand_in)
             if shard.unwraps:  # what autograd saved of it is stale now
                 torch.autograd.graph.increment_version(shard.param)
         self.num_chunks += 1
@@ -189,20 +208,43 @@ class Stepper:
         indices: Sequence[int],
         groups: Sequence[dict[str, Any]],
         state: defaultdict[torch.Tensor, dict[str, Any]],
+        idle: Sequence[int] = (),
     ) -> None:
-        """Step a stand-in with these groups, and note what became of their values."""
-        before = [snapshot({k: v for k, v in group.items() if k != "params"}) for group in groups]
-        stepped = [
-            {**values, "params": group["params"]}
-            for values, group in zip(before, groups, strict=True)
-        ]
+        """Step a stand-in with these groups, and note what became of their values.
+
+        A class from elsewhere may look at other groups than a parameter's own, so it is given
+        all of them in order, those of no parameter here with one that has no gradient.
+        """
+        self._active.update(indices)
+        given = dict(zip(indices, groups, strict=True))
+        others = idle if self._apart else range(len(self._groups))
+        given.update({index: self._idle(index) for index in others if index not in given})
+        order = sorted(given)
+        before = [snapshot(_settings(given[index])) for index in order]
+        stepped = [{**given[i], **values} for i, values in zip(order, before, strict=True)]
         attributes = snapshot(self.attributes)
         stand_in = step_detached(self._plain_class, attributes, stepped, state)
-        for index, values, group in zip(indices, before, stepped, strict=True):
-            after = {key: value for key, value in group.items() if key != "params"}
-            self._changes[index] = (values, after)
+        for index, values, group in zip(order, before, stepped, strict=True):
+            if index in indices or index not in self._active:
+                self._changes[index] = (values, _settings(group))
         after = {k: v for k, v in stand_in.__dict__.items() if k not in _STAND_IN_ATTRIBUTES}
         self._changes[None] = (attributes, after)
+
+    def _idle(self, index: int) -> dict[str, Any]:
+        """Return a group of which no parameter takes part, with one that has no gradient."""
+        sources = self._groups[index]["params"][:1]
+        if index not in self._bystanders:
+            self._bystanders[index] = [bystander(param) for param in sources]
+        return self._group(index, self._bystanders[index], sources)
+
+    def _group(
+        self, index: int, params: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return a group with stand-ins for some of its parameters, under their names if any."""
+        group = {**self._values[index], "params": list(params)}
+        if "param_names" in self._groups[index]:
+            group["param_names"] = [self._names[id(param)] for param in sources]
+        return group
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +254,7 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     is on the CPU or of a class of its own. A chunk is part of a group, and its own choice could
     differ from that in the last bit.
     """
-    values = {key: value for key, value in group.items() if key != "params"}
+    values = _settings(group)
     if values.get("foreach", False) is None and not values.get("fused"):
         active = [param for param in group["params"] if param.grad is not None]
         same_device = len({param.device.type for param in active}) <= 1
@@ -226,19 +268,9 @@ def _kind(shard: Shard) -> tuple[int, torch.device, torch.dtype]:
     return shard.group, shard.param.device, shard.param.dtype
 
 
-def _newcomer(shard: Shard) -> torch.Tensor:
-    """Make a parameter of one element without state, to be stepped with ``shard`` and dropped.
-
-    Where one parameter of a list has no state yet, some classes take another path for the whole
-    list (SGD with momentum and foreach), which differs in the last bit. New parameters are stepped
-    in chunks of their own, so one stands in for them in the others.
-    """
-    param, grad = shard.of(shard.param), shard.param.grad
-    newcomer = torch.nn.Parameter(param.new_zeros([1] * param.dim()))
-    assert grad is not None
-    own = torch.zeros_like(newcomer)
-    newcomer.grad = own if grad.layout is torch.strided else own.to_sparse(grad.sparse_dim())
-    return newcomer
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says besides its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -152,7 +152,7 @@ def _representatives(
     kinds: dict[tuple[Any, ...], _Kinds] = {}
     for group in groups:
         signature = tuple(
-            (key, _kind(value, key in switches))
+            (key, setting_kind(value, key in switches))
             for key, value in group.items()
             if key not in ("params", "param_names")
         )
@@ -177,16 +177,16 @@ def _representatives(
     return chosen
 
 
-def _kind(value: Any, is_switch: bool) -> Any:
+def setting_kind(value: Any, is_switch: bool) -> Any:
     """What a setting may decide: its value if it is a switch, else whether it is zero."""
     if value is None or isinstance(value, bool) or (is_switch and isinstance(value, (str, int))):
         return value
     if isinstance(value, (int, float)):
         return "number", (value > 0) - (value < 0)
     if isinstance(value, (list, tuple)):
-        return tuple(_kind(item, False) for item in value)
+        return tuple(setting_kind(item, False) for item in value)
     if isinstance(value, Mapping):
-        return tuple((str(key), _kind(item, False)) for key, item in value.items())
+        return tuple((str(key), setting_kind(item, False)) for key, item in value.items())
     return type(value)
 
 

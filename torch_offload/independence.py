@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .blueprint import Blueprint, draw
+from .blueprint import Blueprint, draw, setting_kind
 from .dataflow import Dataflow
 from .holdings import ADVICE, Refused, Steadies, check_holdings, check_state, class_values_kept
 from .interface import check_closure, check_saving
@@ -80,7 +80,10 @@ def check_independent(
 
 
 def _key(blueprint: Blueprint) -> str | None:
-    """What the trial of one of torch's own classes depends on; None for a class of others."""
+    """What the trial of one of torch's own classes depends on; None for a class of others.
+
+    These have no secrets: of a number only its sign decides what they do.
+    """
     if not blueprint.plain_class.__module__.startswith("torch.optim."):
         return None
     samples = [
@@ -89,11 +92,15 @@ def _key(blueprint: Blueprint) -> str | None:
     return repr(
         [
             id(blueprint.plain_class),
-            fingerprint([undecorated(blueprint.plain_class), blueprint.attributes]),
-            fingerprint(blueprint.groups),
+            fingerprint(undecorated(blueprint.plain_class)),
+            [_settings(values) for values in (blueprint.attributes, *blueprint.groups)],
             samples,
         ]
     )
+
+
+def _settings(values: Mapping[str, Any]) -> list[Any]:
+    return [(key, setting_kind(value, isinstance(value, str))) for key, value in values.items()]
 
 
 def _try(name: str, blueprint: Blueprint) -> Traits:

@@ -90,6 +90,25 @@ def test_states_of_two_parameters_exchanged(device):
     both(device, in_the_state)
 
 
+def test_states_exchanged_with_a_parameter_that_rests(device):
+    """Its state is in the place that the other one's goes back to."""
+
+    def run(config):
+        params = make_params(device, shapes=[(8, 8)] * 3)
+        optimizer = torch.optim.AdamW(params, lr=0.1)
+        if config:
+            offload(optimizer, config)
+        state = optimizer.state
+        for step in range(5):
+            if step == 2:
+                state[params[0]], state[params[1]] = state[params[1]], state[params[0]]
+            set_grads(params, step, lambda index, step: index == 0 or step != 2)
+            optimizer.step()
+        return params, optimizer
+
+    assert_same(run(None), run(OffloadConfig(chunk_size=100)))
+
+
 def test_own_state_dict_permuted_and_loaded(device):
     shapes = [(64, 9), (64, 9), (64, 9)]
 
@@ -200,6 +219,29 @@ def test_a_parameter_class_of_its_own_in_the_group(device):
     assert_same(run(None), run(OffloadConfig(chunk_size=1)))
 
 
+def test_a_module_replaced_behind_the_optimizer(device):
+    """Its old parameters get no gradient any more, the new ones are in no group: as in plain."""
+
+    def run(config):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)]).to(device)
+        params = list(model.parameters())
+        optimizer = torch.optim.AdamW(params, lr=0.1)
+        if config:
+            offload(optimizer, config)
+        for step in range(6):
+            if step == 3:
+                model[1] = torch.nn.Linear(8, 8).to(device)
+            optimizer.zero_grad()
+            model(torch.ones(2, 8, device=device)).square().sum().backward()
+            optimizer.step()
+        assert optimizer.state[params[2]]["step"] == 3
+        assert optimizer.state[params[0]]["step"] == 6
+        return [*params, *model[1].parameters()], optimizer
+
+    assert_same(run(None), run(OffloadConfig(chunk_size=1)))
+
+
 def test_forty_dimensions_and_a_default_device(device):
     params = make_params(device, shapes=[(1,) * 38 + (2, 3), (0, 3), (5,)])
     optimizer = offload(torch.optim.AdamW(params, lr=0.1), CONFIG)
@@ -253,6 +295,8 @@ def test_a_step_bound_before_the_conversion_is_noticed(device):
         bound()
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
     optimizer.step()
+    with pytest.raises(RuntimeError, match=r"bound before offload\(\) was called"):
+        bound()
 
 
 def test_a_step_bound_while_offloaded_works_after_unoffload(device):

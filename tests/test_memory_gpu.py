@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import time
 import warnings
 
@@ -49,6 +50,37 @@ def test_every_step_stays_within_its_slots(num_slots, late):
         assert used <= bound, f"step {step}: {used / MIB:.1f} MiB"
         assert offload_stats(optimizer).staging_bytes <= num_slots * 16 * MIB
         assert torch.cuda.memory_allocated() - base <= MIB, "slots are given back after the step"
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_resuming_needs_no_more_than_a_fresh_run(place):
+    """Load a checkpoint, then step; also one that was loaded onto the GPU, and is let go."""
+    shapes, config = [(1024, 1024)] * 24, OffloadConfig(chunk_size="16MiB")
+
+    def peak(checkpoint):
+        params, optimizer = make(shapes, config, fused=True)
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        if checkpoint is not None:
+            state = torch.load(io.BytesIO(checkpoint), map_location=place)
+            optimizer.load_state_dict(state)
+            del state
+            if place == "cuda":  # the checkpoint itself was there, and no more than that
+                state_bytes = sum(8 * param.numel() for param in params)
+                assert torch.cuda.max_memory_allocated() - base <= state_bytes + MIB
+                torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            optimizer.step()
+        torch.cuda.synchronize()
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        assert len(params) == len(shapes)
+        return torch.cuda.max_memory_allocated() - base, saved.getvalue()
+
+    fresh, checkpoint = peak(None)
+    resumed, _ = peak(checkpoint)
+    assert 0 < resumed <= fresh + MIB // 4  # the 0-dim `step` of each parameter was counted already
 
 
 def test_200_steps_without_growth():

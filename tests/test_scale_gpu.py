@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
 
@@ -36,6 +37,10 @@ def test_memory_and_steadiness_over_200_steps():
     if torch.cuda.mem_get_info(device)[0] < 40 * GIB or (available_host_bytes() or 0) < 40 * GIB:
         pytest.skip("needs 40 GiB of free memory on the GPU and on the host")
     config = OffloadConfig()
+    # Earlier tests of this process leave cuBLAS workspaces (32 MiB a thread), and cycles.
+    gc.collect()
+    torch.cuda.empty_cache()
+    before_bytes = torch.cuda.memory_allocated()
     params = [torch.nn.Parameter(torch.empty(s, device=device)) for s in decoder_shapes()]
     for param in params:
         torch.nn.init.normal_(param)
@@ -44,7 +49,7 @@ def test_memory_and_steadiness_over_200_steps():
     optimizer = offload(torch.optim.AdamW(params, lr=1e-4, fused=True), config)
     torch.cuda.synchronize()
     params_and_grads_bytes = torch.cuda.memory_allocated()
-    assert params_and_grads_bytes < 8 * num_params * 1.001
+    assert params_and_grads_bytes - before_bytes < 8 * num_params * 1.001
     bound = config.num_slots * config.chunk_bytes + GIB // 16
 
     reserved = []

@@ -180,11 +180,12 @@ def _guarded_step(self: Any, *args: Any, **kwargs: Any) -> Any:
     core: OffloadCore | None = getattr(self, "_offload_core", None)
     if core is None:  # bound by somebody before unoffload()
         return type(self).step(self, *args, **kwargs)
-    core.entered += 1
+    outside = core.entered
     try:
+        core.entered = outside + 1
         return _hooked_step(self, *args, **kwargs)
     finally:
-        core.entered -= 1
+        core.entered = outside
 
 
 def scheduled_step(optimizer: Any) -> Callable[..., Any]:

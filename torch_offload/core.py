@@ -16,9 +16,11 @@ import torch
 
 from .chunk import TensorSpec, split_runs
 from .config import OffloadConfig
-from .distributed import local, wrapping
+from .distributed import local, wrapped, wrapping
+from .failure import UNFINISHED, half_way
 from .host import HostStore
 from .layout import Home, Layout
+from .notices import Notices
 from .pipeline import Born, Creation, Pipeline, Traffic, Update
 from .placement import traveling, travels
 from .probe import StateProbe
@@ -80,6 +82,8 @@ class OffloadCore:
         self._clock: StepClock | None = None
         self._traffic = Traffic()
         self._num_chunks = 0
+        self._notices = Notices(plain_class.__name__)
+        self._has_stepped = False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -130,12 +134,12 @@ class OffloadCore:
             ]
         # A source may be another parameter's place, when somebody exchanged states.
         owned = self.storages()
-        moves = [
-            (state, home, key, local(source).clone() if storage(source) in owned else source)
-            for state, home, key, source in moves
-        ]
-        for state, home, key, source in moves:
-            state[key] = home.receive(key, source)
+        # Cloned where they are found, so that an interruption leaves each state its own values.
+        for state, _, key, source in moves:
+            if storage(source) in owned:
+                state[key] = wrapped(local(source).clone(), wrapping(source))
+        for state, home, key, _ in moves:
+            state[key] = home.receive(key, state[key])
 
     def reserve(self) -> list[tuple[dict[str, Any], torch.Tensor, Home | None]]:
         """Give every parameter that will get state a home.
@@ -179,19 +183,29 @@ class OffloadCore:
         )
         self._clock = StepClock(self._pipelines)
         self._traffic = Traffic()
+        for device in self._pipelines:
+            check_not_capturing(device)
         try:
+            self.failure = UNFINISHED
             for device, pipeline in self._pipelines.items():
-                check_not_capturing(device)
                 born, known = by_chunk(shards, device)
                 pipeline.create([self._creation(stepper, chunk) for chunk in born], self._traffic)
                 pipeline.update([_update(stepper, chunk) for chunk in known], self._traffic)
             stepper.finish()
+            optimizer.__dict__.update(stepper.attributes)
+            self.failure = None
         except BaseException as error:
             self._after_failure(stepper, error)
             raise
         self._clock.stop()
         self._num_chunks = stepper.num_chunks
-        optimizer.__dict__.update(stepper.attributes)
+        if shards and not self._has_stepped:
+            self._has_stepped = True
+            self._notices.no_help(
+                {shard.param.device.type for shard in shards},
+                sum(local(v).nbytes for home in self._layout for v in home.views.values()),
+                self._traffic.staging_bytes,
+            )
 
     def stats(self) -> OffloadStats:
         """Return the figures of the last step. Waits for its end."""
@@ -200,6 +214,7 @@ class OffloadCore:
             d2h_bytes=self._traffic.d2h_bytes,
             step_s=self._clock.seconds() if self._clock else 0.0,
             num_chunks=self._num_chunks,
+            num_slots=self._traffic.num_slots,
             staging_bytes=self._traffic.staging_bytes,
             host_bytes=sum(store.num_bytes for store in self._stores.values()),
             pinned_bytes=sum(store.pinned_bytes for store in self._stores.values()),
@@ -243,7 +258,10 @@ class OffloadCore:
             if state.get(param) and not self._is_home(param, state[param])
         }
         if foreign:
-            self.adopt(foreign)
+            # One that rests in this step may be in the place that another one goes back to.
+            self.adopt(
+                {p: state[p] for _, p in params if state.get(p) and not self._is_home(p, state[p])}
+            )
         found = []
         for index, param in active:
             # get, not indexing: an empty entry would stand in checkpoints if the step failed.
@@ -336,7 +354,8 @@ class OffloadCore:
 
     def _is_home(self, param: torch.Tensor, state: Mapping[str, Any]) -> bool:
         home = self._layout.home(param)
-        assert home is not None
+        if home is None:
+            return False
         return home.views.keys() <= state.keys() and all(
             home.holds(key, value) if key in home.views else not travels(key, value)
             for key, value in state.items()
@@ -344,23 +363,24 @@ class OffloadCore:
 
     def _store_for(self, device: torch.device) -> HostStore:
         if device not in self._stores:
-            pipeline = self._pipelines[device] = Pipeline(device, self.config.num_slots)
+            pipeline = self._pipelines[device] = Pipeline(
+                device, self.config.num_slots, self._notices
+            )
             self._stores[device] = HostStore(
                 device, self.config.pin_memory, before_release=pipeline.synchronize
             )
         return self._stores[device]
 
     def _after_failure(self, stepper: Stepper, error: BaseException) -> None:
-        if stepper.has_changed_anything():
+        changed = stepper.has_changed_anything()
+        if changed:
             # First of all: whatever happens below, this state is not that of a whole step.
-            self.fail(
-                f"an earlier optimizer step stopped half-way ({type(error).__name__}: {error}): "
-                f"the first {len(stepper.started)} parameters in its order were updated, the last "
-                "of them perhaps in part, and the others were not. Load a checkpoint to go on."
-            )
+            self.fail(half_way(error, self.optimizer.param_groups, stepper.started))
         for device in self._pipelines:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
+        if not changed:
+            self.failure = None
 
 
 def storage(tensor: torch.Tensor) -> int:

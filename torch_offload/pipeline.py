@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .chunk import Run
+from .notices import Notices
 from .schedule import Job, plan_schedule
 from .streams import CopyStreams, Handoff, caller_stream, on
 
@@ -60,6 +61,7 @@ class Traffic:
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     staging_bytes: int = 0
+    num_slots: int = 0
 
 
 class Pipeline:
@@ -67,17 +69,27 @@ class Pipeline:
 
     Args:
         device: where the parameters are.
-        num_slots: chunks in flight.
+        num_slots: chunks in flight; fewer once the device had no memory for as many slots.
+        notices: told of that.
     """
 
-    def __init__(self, device: torch.device, num_slots: int) -> None:
+    def __init__(self, device: torch.device, num_slots: int, notices: Notices) -> None:
         self.device = device
         self.num_slots = num_slots
         self.streams = CopyStreams.create(device)
+        self._notices = notices
+        # Without streams there is nothing that would wait for a copy.
+        self._is_async = self.streams.d2h is not None
         self._written: Handoff[None] | None = None
+        #: Copies may be in flight that no handoff tells of: a run was interrupted, and so was its
+        #: end.
+        self._adrift = False
 
     def synchronize(self) -> None:
         """Block the CPU until every copy out has arrived on the host (I4)."""
+        if self._adrift and self._is_async:
+            torch.accelerator.synchronize(self.device)
+        self._adrift = False
         if self._written is not None:
             self._written.take_on_cpu()  # I4
             self._written = None
@@ -87,22 +99,21 @@ class Pipeline:
 
         The slots are allocated here, on the caller's stream, and given back to it at the end, so
         that activations can use their memory between steps.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for even one slot. Nothing was changed.
         """
         if not work:
             return
         h2d, d2h = self.streams.h2d, self.streams.d2h
         caller = caller_stream(self.device)
-        num_slots = min(self.num_slots, len(work))
-        # Each slot is as large as the largest chunk that it will hold, so that one parameter that
-        # is larger than a chunk costs its size once.
-        sizes = [max(item.slot_bytes for item in work[i::num_slots]) for i in range(num_slots)]
-        slots = [
-            Handoff(torch.empty(size, dtype=torch.uint8, device=self.device), caller)
-            for size in sizes
-        ]
-        traffic.staging_bytes = max(traffic.staging_bytes, sum(sizes))
+        buffers = self._allocate(work)
+        slots = [Handoff(buffer, caller) for buffer in buffers]
+        traffic.num_slots = max(traffic.num_slots, len(slots))
+        traffic.staging_bytes = max(traffic.staging_bytes, sum(b.numel() for b in buffers))
+        self._adrift = True
         try:
-            for op in plan_schedule(len(work), num_slots):
+            for op in plan_schedule(len(work), len(slots)):
                 item = work[op.chunk]
                 if op.job is Job.COPY_IN:
                     buffer = slots[op.slot].take(h2d)  # I1 when it was emptied, I6 when it is new
@@ -122,6 +133,7 @@ class Pipeline:
             for slot in slots:
                 slot.take(caller)  # I5
             self._written = Handoff(None, d2h)
+            self._adrift = False
 
     def create(self, work: Sequence[Creation], traffic: Traffic) -> None:
         """Update parameters that have no state yet and move the new state to the host.
@@ -134,8 +146,10 @@ class Pipeline:
         d2h = self.streams.d2h
         caller = caller_stream(self.device)
         num_slots = min(self.num_slots, len(work))
+        traffic.num_slots = max(traffic.num_slots, num_slots)
         slots: list[Handoff[list[Born]] | None] = [None] * num_slots
         slot_bytes = [0] * num_slots
+        self._adrift = True
         try:
             for op in plan_schedule(len(work), num_slots, copy_in=False):
                 slot = slots[op.slot]
@@ -160,26 +174,63 @@ class Pipeline:
                 if slot is not None:
                     slot.take(caller)  # I5
             self._written = Handoff(None, d2h)
+            self._adrift = False
+
+    def _allocate(self, work: Sequence[Update]) -> list[torch.Tensor]:
+        """Allocate the slots for ``work``; fewer where the device has no memory for all.
+
+        One is enough: the copies then wait for each other, and the numbers are the same (I10).
+        """
+        asked = min(self.num_slots, len(work))
+        for num_slots in sorted({asked, min(asked, 2), 1}, reverse=True):
+            sizes = _slot_sizes(work, num_slots)
+            try:
+                buffers = [allocate_slot(size, self.device) for size in sizes]
+            except torch.OutOfMemoryError:
+                if num_slots == 1:
+                    raise
+            else:
+                if num_slots < asked:
+                    self.num_slots = num_slots
+                    self._notices.slots_reduced(
+                        self.device, asked, sum(_slot_sizes(work, asked)), num_slots, sum(sizes)
+                    )
+                return buffers
+            # Outside of the handler: its traceback may hold what was allocated.
+            if self.device.type != "cpu":
+                torch.accelerator.empty_cache()
+        raise AssertionError("one slot fits or raises")
 
     def _copy_in(self, item: Update, buffer: torch.Tensor) -> None:
         with on(self.streams.h2d):
             for run in item.runs:
                 in_slot, on_host = _ends(item, run, buffer)
-                in_slot.copy_(on_host, non_blocking=True)
+                in_slot.copy_(on_host, non_blocking=self._is_async)
 
     def _copy_out(self, item: Update, buffer: torch.Tensor) -> None:
         with on(self.streams.d2h):
             for run in item.runs:
                 in_slot, on_host = _ends(item, run, buffer)
-                on_host.copy_(in_slot, non_blocking=True)
+                on_host.copy_(in_slot, non_blocking=self._is_async)
 
     def _copy_born(self, born: list[Born]) -> None:
         with on(self.streams.d2h):
             for tensor, home in born:
-                home.copy_(tensor, non_blocking=True)
+                home.copy_(tensor, non_blocking=self._is_async)
 
 
 def _ends(item: Update, run: Run, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two sides of a copy: in the slot and on the host."""
     in_slot = slot[run.slot : run.slot + run.num_bytes]
     return in_slot, item.block[run.host : run.host + run.num_bytes]
+
+
+def _slot_sizes(work: Sequence[Update], num_slots: int) -> list[int]:
+    """Each slot is as large as the largest chunk that it will hold, so that one parameter that is
+    larger than a chunk costs its size once."""
+    return [max(item.slot_bytes for item in work[i::num_slots]) for i in range(num_slots)]
+
+
+def allocate_slot(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate one slot on the current stream: uint8, not initialised."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _foreach_supported_types
 
-from .distributed import local, wrapped, wrapping
+from .distributed import is_distributed, local, wrapped, wrapping
 from .placement import travels
+from .replay import raises_before_any_change
 from .shard import Shard
 from .standin import bystander, newcomer, step_detached
 from .values import is_unchanged, put_back, snapshot
@@ -73,13 +74,11 @@ class Stepper:
         #: The parameters of the chunks that were updated or begun, in order.
         self.started: list[torch.Tensor] = []
         self.num_chunks = 0
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._is_changing = False
 
     def has_changed_anything(self) -> bool:
-        """Whether a parameter, or state that lives outside the chunks, is not what it was."""
-        return self.num_chunks > 0 or any(
-            tensor._version != version for tensor, version in self._versions
-        )
+        """Whether a parameter, or state that lives outside the chunks, may not be what it was."""
+        return self.num_chunks > 0 or self._is_changing
 
     def update(self, shards: Sequence[Shard], slot: torch.Tensor) -> None:
         """Update parameters and the state in ``slot``, in place, on the current stream.
@@ -184,18 +183,24 @@ class Stepper:
             if values is not None:
                 state[stand_in] = values
         self.started.extend(shard.param for shard in shards if shard.is_first)
-        # A chunk's moments change in the slot alone until it is copied out.
-        self._versions = [
-            (tensor, tensor._version)
-            for shard in shards
-            for tensor in (local(shard.param), *_resident(shard.state))
-        ]
         for kind in {_kind(shard) for shard in shards if shard.state} & self._newcomers:
             shard = next(shard for shard in shards if _kind(shard) == kind)
             members[shard.group].append(newcomer(shard.param, shard.of(shard.param)))
             sources[shard.group].append(shard.param)
         groups = [self._group(index, own, sources[index]) for index, own in members.items()]
-        self._run(list(members), groups, state)
+        given = {stand_in: dict(values) for stand_in, values in state.items()}
+        self._is_changing = True
+        try:
+            self._run(list(members), groups, state)
+        except Exception as error:
+            # Operations on DTensors may communicate, and the other ranks do not run theirs again.
+            if not (self.num_chunks or any(is_distributed(stand_in) for stand_in in stand_ins)):
+                self._is_changing = not raises_before_any_change(
+                    lambda: self._run(list(members), groups, defaultdict(dict, given)),
+                    error,
+                    _tensors(stand_ins, given),
+                )
+            raise
         for shard, stand_in in zip(shards, stand_ins, strict=True):
             shard.give_back(stand_in)
             if shard.unwraps:  # what autograd saved of it is stale now
@@ -277,9 +282,10 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
-def _resident(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [
-        value
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and not travels(key, value) and not value.is_inference()
-    ]
+def _tensors(
+    stand_ins: Sequence[torch.Tensor], state: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> list[torch.Tensor]:
+    """Return what an update of these may change."""
+    values = [value for stand_in in stand_ins for value in state.get(stand_in, {}).values()]
+    grads = [stand_in.grad for stand_in in stand_ins]
+    return [v for v in (*stand_ins, *grads, *values) if isinstance(v, torch.Tensor)]

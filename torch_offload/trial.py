@@ -174,6 +174,7 @@ class TinyOffloaded(Tiny):
         super().__init__(blueprint, backwards=backwards)
         convert(self.optimizer, OffloadConfig(pin_memory=False), traits)
         core = self.optimizer._offload_core
+        core._has_stepped = True  # there is nobody to be told that offload does not help here
         core._layout = _Chunks(core.config.chunk_bytes, False, core._store_for)
         core._layout.num_params = num_params
 

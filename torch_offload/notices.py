@@ -1,0 +1,77 @@
+"""What is said once per optimizer, in one line, while training goes on.
+
+It is logged and not warned: a run with ``-W error`` must not stop in the middle of a step because
+of advice. Without any logging set up, Python prints the line to stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+LOGGER = logging.getLogger("torch_offload")
+#: Types of devices whose memory is the host's.
+_HOST_MEMORY = frozenset({"cpu", "mps"})
+
+
+class Notices:
+    """Says each thing once.
+
+    Args:
+        name: the optimizer's class, which each line starts with.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._said: set[str] = set()
+
+    def slots_reduced(
+        self, device: torch.device, asked: int, asked_bytes: int, left: int, left_bytes: int
+    ) -> None:
+        """The slots did not fit into the device's memory, fewer did.
+
+        Args:
+            device: where.
+            asked: slots that did not fit, of together ``asked_bytes``.
+            asked_bytes: see ``asked``.
+            left: slots that fit, of together ``left_bytes``.
+            left_bytes: see ``left``.
+        """
+        self._once(
+            "slots",
+            f"{asked} slots ({asked_bytes:,} bytes) did not fit into the memory of {device}, so "
+            f"this and later steps use {left} ({left_bytes:,} bytes). The numbers are the same, "
+            "steps take longer. A smaller chunk_size needs less memory.",
+        )
+
+    def no_help(self, devices: set[str], state_bytes: int, staging_bytes: int) -> None:
+        """Offload cannot help: told after the first step that updated something.
+
+        Args:
+            devices: types of the devices that the parameters are on.
+            state_bytes: bytes of all state that travels.
+            staging_bytes: most bytes of state that were on a device during the step.
+        """
+        if not state_bytes:
+            return
+        if devices <= _HOST_MEMORY:
+            self._once(
+                "no help",
+                f"the parameters are on {' and '.join(sorted(devices))}, where their state "
+                f"({state_bytes:,} bytes) is in host memory anyway: offload saves nothing. Move "
+                "the model to another device before the first step, or train without offload.",
+            )
+        elif state_bytes <= staging_bytes:
+            self._once(
+                "no help",
+                f"all of the state ({state_bytes:,} bytes) fits into the slots "
+                f"({staging_bytes:,} bytes), so step() has it on the device at once and offload "
+                "saves memory between steps only. Set a smaller chunk_size or num_slots, or train "
+                "without offload.",
+            )
+
+    def _once(self, topic: str, text: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            LOGGER.warning("%s: %s", self._name, text)

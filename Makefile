@@ -3,6 +3,11 @@
 
 SIZE ?= small
 BENCH_ARGS ?=
+ON ?= cpu
+# Tests that say nothing of the core that others do not say.
+FRONT_ENDS := tests/test_accelerate* tests/test_lightning* tests/test_autoload* tests/test_bench* tests/test_demo*
+# Tests that record what they find about each optimizer.
+OUTCOME_TESTS = $(shell grep -l --include='test_*.py' -r '[(, ]record_outcome[,)]' tests)
 
 ifdef PYTHON
 PY := $(PYTHON)
@@ -17,8 +22,8 @@ PIP := .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-che
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  PYTHON=...      use an existing environment instead of .venv"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  PYTHON=...        use an existing environment instead of .venv"
 
 .PHONY: demo
 demo: $(SETUP)  ## train with and without offload and compare (SIZE=small; 100m and 1b want a GPU)
@@ -27,6 +32,23 @@ demo: $(SETUP)  ## train with and without offload and compare (SIZE=small; 100m 
 .PHONY: test
 test: lint  ## linters, types and every test that needs no GPU
 	$(PY) -m pytest -q -m "not gpu and not multigpu"
+
+.PHONY: test-oldest
+test-oldest: .venv-oldest/.installed  ## the tests with the oldest versions that are supported
+	.venv-oldest/bin/python -m pytest -q -m "not gpu and not multigpu"
+
+.PHONY: coverage
+coverage: $(SETUP)  ## branch coverage of torch_offload without a GPU; writes docs/coverage.md
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest -q -m "not gpu and not multigpu" $(FRONT_ENDS:%=--ignore-glob=%)
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage json --quiet -o .coverage.json
+	$(PY) tests/coverage_page.py .coverage.json
+
+.PHONY: docs-table
+docs-table: $(SETUP)  ## run each optimizer on the CPU (ON=gpu: on the GPU) and write docs/optimizers.md
+	$(PY) -m pytest -q -m "$(if $(filter gpu,$(ON)),,not )gpu and not multigpu" $(OUTCOME_TESTS) --write-outcomes
+	$(PY) tests/outcomes.py
 
 .PHONY: lint
 lint: $(SETUP)  ## ruff and mypy
@@ -43,10 +65,10 @@ bench: $(SETUP)  ## the optimizer step against other schemes; writes a record (B
 	@$(PY) benchmarks/bench_step.py $(BENCH_ARGS)
 
 .PHONY: clean
-clean:  ## delete reports, caches and build output; .venv stays
-	rm -rf .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
-	rm -f .venv/.installed
+clean:  ## delete reports, caches and build output; environments stay
+	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+	rm -f .venv/.installed .venv-oldest/.installed
 
 # torch first: it is the large download, and a failure later does not repeat it.
 .venv/.installed: pyproject.toml constraints.txt
@@ -57,6 +79,13 @@ clean:  ## delete reports, caches and build output; .venv stays
 	@$(PIP) torch
 	@echo "Installing Lightning, Accelerate, the tools and this project into .venv"
 	@$(PIP) --editable ".[lightning,accelerate,dev]"
+	@touch $@
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	@test -x .venv-oldest/bin/python || python3 -m venv .venv-oldest
+	@echo "Installing the oldest versions into .venv-oldest (a large download)"
+	@.venv-oldest/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--constraint constraints-oldest.txt --editable ".[lightning,accelerate,dev]"
 	@touch $@
 
 # Nothing is installed: with PYTHONPATH this folder is enough for Python to see the entry point

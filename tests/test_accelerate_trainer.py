@@ -36,7 +36,7 @@ model = GPT2LMHeadModel(
 )
 args = TrainingArguments(
     out, max_steps=6, save_steps=3, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-    learning_rate=1e-2, warmup_steps=2, max_grad_norm=0.5, report_to=[],
+    learning_rate=1e-2, warmup_steps=2, max_grad_norm=0.5, report_to=[], optim="adamw_torch_fused",
     use_cpu=not on_gpu, bf16=on_gpu, full_determinism=on_gpu, disable_tqdm=True, logging_steps=100,
 )
 trainer = Trainer(model, args, train_dataset=Text())

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +52,29 @@ def test_continues_bit_exactly(device, flavour, dtype, saved, loaded, map_locati
     assert_same(plain, other)
 
 
+#: Continues what it finds in a file; knows torch alone.
+CONTINUE = """
+import sys
+sys.modules["torch_offload"] = None  # an import of it would fail
+import torch
+
+runs = torch.load(sys.argv[1], weights_only=True)
+for name, run in runs.items():
+    params = [torch.nn.Parameter(p) for p in run["params"]]
+    sizes = [len(group["params"]) for group in run["optimizer"]["param_groups"]]
+    left = iter(params)
+    groups = [{"params": [next(left) for _ in range(size)]} for size in sizes]
+    optimizer = getattr(torch.optim, name)(groups)
+    optimizer.load_state_dict(run["optimizer"])
+    for grads in run["grads"]:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+    run.update(params=[p.detach() for p in params], optimizer=optimizer.state_dict())
+torch.save(runs, sys.argv[1])
+"""
+
+
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_same_keys_dtypes_and_size_as_plain(device, flavour):
     # `step` tensors are tiny and many here, so sizes are compared with room for nothing else.
@@ -61,6 +88,47 @@ def test_same_keys_dtypes_and_size_as_plain(device, flavour):
         assert list(values) == list(found["state"][index])
         for key, value in values.items():
             assert value.dtype == found["state"][index][key].dtype
+
+
+def test_a_process_without_this_project_continues_bit_exactly(device, tmp_path: Path):
+    kinds = {
+        "AdamW": {"fused": True, "amsgrad": True},
+        "SGD": {"momentum": 0.9, "nesterov": True, "foreach": True},
+        "RMSprop": {"centered": True, "momentum": 0.5},
+    }
+    runs, expected = {}, {}
+    for name, settings in kinds.items():
+        kwargs = {"optimizer_class": getattr(torch.optim, name), **settings}
+        params, optimizer = train(device, config=CONFIG, has_grad=None, **kwargs)
+        grads = []
+        for step in range(6, 9):
+            set_grads(params, step)
+            grads.append([p.grad for p in params])
+        values = [p.detach() for p in params]
+        runs[name] = {"params": values, "optimizer": optimizer.state_dict(), "grads": grads}
+        plain_params, plain = train(device, config=None, has_grad=None, **kwargs)
+        for step in range(6, 9):
+            set_grads(plain_params, step)
+            plain.step()
+        expected[name] = plain_params, plain
+    file = tmp_path / "runs.pt"
+    torch.save(runs, file)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # or torch would import what is installed
+    subprocess.run(
+        [sys.executable, "-c", CONTINUE, str(file)], check=True, cwd=tmp_path, env=env, timeout=120
+    )
+    for name, found in torch.load(file, weights_only=True).items():
+        plain_params, plain = expected[name]
+        for param, value in zip(plain_params, found["params"], strict=True):
+            torch.testing.assert_close(value, param.detach(), rtol=0, atol=0)
+        saved = plain.state_dict()
+        assert found["optimizer"]["param_groups"] == saved["param_groups"]
+        assert found["optimizer"]["state"].keys() == saved["state"].keys()
+        for index, state in saved["state"].items():
+            for key, value in state.items():
+                other = found["optimizer"]["state"][index][key]
+                torch.testing.assert_close(other, value, rtol=0, atol=0, check_stride=False)
 
 
 def test_state_dict_before_the_first_step_is_empty(device):

@@ -167,6 +167,25 @@ def test_pickle_gives_the_plain_optimizer(device):
     )
 
 
+def test_a_pickled_optimizer_continues_when_it_is_offloaded_again(device):
+    def run(config, pickled):
+        params, optimizer = train(device, config=config, has_grad=None)
+        if pickled:
+            optimizer = pickle.loads(pickle.dumps(optimizer))
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            if config:
+                offload(optimizer, config)
+        for step in range(6, 9):
+            set_grads(params, step)
+            optimizer.step()
+        return params, optimizer
+
+    config = OffloadConfig(chunk_size=50_000)
+    plain = run(None, False)
+    assert_same(plain, run(None, True))
+    assert_same(plain, run(config, True))
+
+
 def test_two_optimizers_do_not_mix(device):
     def run(config):
         params = make_params(device)

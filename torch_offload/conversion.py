@@ -131,6 +131,8 @@ class _Front:
 def _offloaded_class(plain_class: Any) -> type[Optimizer]:
     # Streams and host memory cannot be traced; torch keeps its own steps from it in the same way.
     step: Any = torch.compiler.disable(_guarded_step)  # type: ignore[no-untyped-call]
+    # torch.compile(optimizer.step) of torch 2.10 would follow this and lose the optimizer.
+    step.__dict__.pop("_torchdynamo_orig_callable", None)
     step.hooked = True  # or torch would wrap it once more at every load
     step._wrapped_by_lr_sched = True  # or LR schedulers would bind it on the instance
     methods = (types.FunctionType, property)

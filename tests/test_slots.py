@@ -76,13 +76,14 @@ def test_fewer_slots_give_the_same_numbers(
     go_on(params, optimizer, range(3))
     assert offload_stats(optimizer).num_slots == 3
 
+    place = params[0].device
     memory = small_device(int(room * SLOT_BYTES))
     go_on(params, optimizer, range(3, 4))
     assert memory.num_refusals == 3 - num_slots
     assert offload_stats(optimizer).num_slots == num_slots
     assert offload_stats(optimizer).staging_bytes == num_slots * SLOT_BYTES
     assert said() == [
-        f"AdamW: 3 slots (12,288 bytes) did not fit into the memory of {device}, so this and later "
+        f"AdamW: 3 slots (12,288 bytes) did not fit into the memory of {place}, so this and later "
         f"steps use {num_slots} ({num_slots * SLOT_BYTES:,} bytes). The numbers are the same, "
         "steps take longer. A smaller chunk_size needs less memory."
     ]

@@ -17,6 +17,7 @@ import gc
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,7 @@ _VARIABLES = (
 #: More than one node runs, where nobody says how many. Too many costs nothing but a wait.
 _MANY = 16
 #: Whoever waits longer than any memory takes to be touched goes on without the lock.
-_PATIENCE_S = 300.0
+_PATIENCE_S = 60.0
 _PAUSE_S = 0.01
 
 
@@ -74,13 +75,20 @@ def turn(
                 free = available()
         yield free
     finally:
-        if lock is not None:
-            # Not by closing alone: a process forked meanwhile would hold the lock.
-            _unlock(lock)
-            os.close(lock)
+        # Not by closing alone: a process forked meanwhile would hold the lock.
+        _unlock(lock)
 
 
-def _open(folder: Path | None) -> int | None:
+class _Lock:
+    """An open file. It is closed when nobody holds this, an interruption at any place included."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.file = os.open(path, flags, 0o600)
+        weakref.finalize(self, os.close, self.file)
+
+
+def _open(folder: Path | None) -> _Lock | None:
     """Open this user's lock on this machine; ``None`` where there can be none."""
     if fcntl is None:
         return None
@@ -88,13 +96,12 @@ def _open(folder: Path | None) -> int | None:
     try:
         if folder is None:
             folder = shared_memory if shared_memory.is_dir() else Path(tempfile.gettempdir())
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(folder / f"torch_offload-{os.getuid()}.lock", flags, 0o600)
+        return _Lock(folder / f"torch_offload-{os.getuid()}.lock")
     except OSError:
         return None
 
 
-def _wait(lock: int | None, *, shared: bool) -> None:
+def _wait(lock: _Lock | None, *, shared: bool) -> None:
     """Take the lock, or change the one that is held; never waits while holding it."""
     if lock is None:
         return
@@ -102,7 +109,7 @@ def _wait(lock: int | None, *, shared: bool) -> None:
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
         try:
-            fcntl.flock(lock, how | fcntl.LOCK_NB)
+            fcntl.flock(lock.file, how | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             _unlock(lock)
@@ -111,8 +118,10 @@ def _wait(lock: int | None, *, shared: bool) -> None:
             return
 
 
-def _unlock(lock: int) -> None:
+def _unlock(lock: _Lock | None) -> None:
+    if lock is None:
+        return
     try:
-        fcntl.flock(lock, fcntl.LOCK_UN)
+        fcntl.flock(lock.file, fcntl.LOCK_UN)
     except OSError:
         pass

@@ -465,6 +465,15 @@ class WarmUp(Base):
         super().update({"lr": group["lr"] * group["d"]}, p, state)
 
 
+class WarmUpOfAll(WarmUp):
+    """Bears no different rates, as Prodigy does not."""
+
+    def start(self):
+        if len({group["lr"] for group in self.param_groups}) > 1:
+            raise ValueError("one rate for all")
+        super().start()
+
+
 class Clips(Base):
     """Clips to a norm of all gradients, which is reached late or never."""
 
@@ -532,6 +541,7 @@ total = [0.0]
     ("kind", "message"),
     [
         (WarmUp, "couples its parameters: updated one by one"),
+        (WarmUpOfAll, "couples its parameters: updated one by one"),
         (Clips, "couples its parameters: updated one by one"),
         (ClipsNever, "several of them are put into one aten::stack"),
         (CouplesLate, "couples its parameters: updated one by one"),
@@ -1031,6 +1041,8 @@ def test_a_single_group_is_tried_out_as_two():
     params = make_params(CPU, shapes=[(3, 4)])
     tiny = blueprint.draw(Base, {}, [{"params": params, "lr": 0.0}])
     assert len(tiny.groups) == 2
-    rates = [group["lr"] for group in blueprint.turned(tiny.groups, {"lr": 0.0})]
-    assert len(set(rates)) == 2
-    assert min(rates) > 0
+    for turns, num_rates in ((2, 2), (1, 1)):
+        turned = blueprint.turned(tiny.groups, {"lr": 0.0}, turns)
+        rates = [group["lr"] for group in turned]
+        assert len(set(rates)) == num_rates
+        assert min(rates) > 0

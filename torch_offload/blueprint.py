@@ -86,7 +86,8 @@ class Blueprint:
         sparse: with sparse gradients.
         constructed: the class's constructor makes the first state.
         gaps: how gradients are missing: 0 never, 1 of some parameters, 2 of all in one step.
-        turns: whether hyper-parameters change in the middle.
+        turns: how hyper-parameters change in the middle: 0 not at all, 1 a learning rate of zero
+            becomes another, 2 those of each group become others.
     """
 
     plain_class: type[torch.optim.Optimizer]
@@ -96,7 +97,7 @@ class Blueprint:
     sparse: bool = False
     constructed: bool = False
     gaps: int = 2
-    turns: bool = True
+    turns: int = 2
 
 
 def draw(
@@ -191,19 +192,26 @@ def setting_kind(value: Any, is_switch: bool) -> Any:
 
 
 def turned(
-    groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], turns: int
 ) -> list[dict[str, Any]]:
-    """Return hyper-parameters as they may become later: each group's differ, none is asleep."""
+    """Return hyper-parameters as they may become later, in the way of a blueprint's ``turns``."""
+    if turns < 2:
+        rates = [_rate(group, defaults) for group in groups if _has_rate(group)]
+        return [{"lr": max(rates)} if turns and _has_rate(group) else {} for group in groups]
     return [
         {
             key: _rate(group, defaults) * (1 + index / 4)
-            if key == "lr" and isinstance(value, (int, float, torch.Tensor))
+            if key == "lr" and _has_rate(group)
             else _shrunk(value, 1 - index / 128)
             for key, value in group.items()
             if key not in ("params", "param_names", "initial_lr")
         }
         for index, group in enumerate(groups)
     ]
+
+
+def _has_rate(group: Mapping[str, Any]) -> bool:
+    return isinstance(group.get("lr"), (int, float, torch.Tensor))
 
 
 def _rate(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:

@@ -6,7 +6,9 @@ shapes may have the bits of single ones on a CPU and others on a GPU.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +36,27 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owners: dict[int, frozenset[int]] = {}
         #: Memory that was given back could be taken again by something else.
         self._kept: list[torch.UntypedStorage] = []
+
+    def __enter__(self) -> Dataflow:
+        self._profile = sys.getprofile()
+        sys.setprofile(self._on_call)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        sys.setprofile(self._profile)
+
+    def _on_call(self, frame: FrameType, event: str, _: Any) -> None:
+        """Notice what was compiled to be given several parameters, though it runs uncompiled."""
+        if event != "call" or frame.f_code.co_name != "compile_wrapper":
+            return
+        arguments, named = frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
+        given = [*arguments, *named.values()]
+        owners = [self._owners.get(_key(t), _NOBODY) for t in _tensors(given) if _is_real(t)]
+        whole = any(isinstance(value, torch.optim.Optimizer) for value in given)
+        if whole or len(_NOBODY.union(*owners)) > 1:
+            self.meeting = self.meeting or "compiled function"
 
     def own(self, index: int, values: Sequence[Any]) -> None:
         """Say what belongs to one parameter: its values, its gradient and its state."""

@@ -39,7 +39,7 @@ def check_holdings(
     params = [param for group in groups for param in group["params"]]
     numbers = {id(param) for param in params} | {local(param).data_ptr() for param in params} - {0}
     for key, value in attributes.items():
-        what = _unshareable(value, groups, numbers)
+        what = _unshareable(name, value, groups, numbers)
         if what:
             raise Refused(
                 f"{name} keeps {what} in its attribute {key!r}, outside of optimizer.state and "
@@ -48,7 +48,7 @@ def check_holdings(
     for index, group in enumerate(groups):
         for key, value in group.items():
             if key not in ("params", "param_names"):
-                what = _unshareable(value, groups, numbers)
+                what = _unshareable(name, value, groups, numbers)
                 if what and not (isinstance(value, torch.Tensor) and value.numel() == 1):
                     raise Refused(
                         f"{name} keeps {what} in {key!r} of parameter group {index}, where "
@@ -57,12 +57,13 @@ def check_holdings(
 
 
 def _unshareable(
-    value: Any, groups: Sequence[Mapping[str, Any]], numbers: frozenset[int] | set[int]
+    name: str, value: Any, groups: Sequence[Mapping[str, Any]], numbers: frozenset[int] | set[int]
 ) -> str | None:
     for part in inside(value):
         if isinstance(part, torch.optim.Optimizer):
-            itself = part.__dict__.get("param_groups") is groups
-            return "itself" if itself else f"another optimizer ({type(part).__name__})"
+            kind = type(part).__name__
+            itself = kind == name and part.__dict__.get("param_groups") is groups
+            return "itself" if itself else f"another optimizer ({kind})"
         if isinstance(part, torch.nn.Module):
             return f"a module ({type(part).__name__})"
         if isinstance(part, torch.Tensor) and part.dim() > 0:

@@ -30,6 +30,9 @@ _ALONE, _FEW = 1, 3
 _KNOWN: dict[str, Traits] = {}
 _MAX_KNOWN = 1000
 _NUM_WATCHED = 3
+#: How much a trial asks of a class (gaps and turns of a blueprint), in the order in which a class
+#: that cannot bear it is asked less.
+_STRENGTHS = ((2, 2), (2, 1), (1, 2), (1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
 
 
 @dataclass(slots=True)
@@ -140,7 +143,7 @@ def _step_plainly(name: str, blueprint: Blueprint) -> _Plain:
     ways = [
         replace(blueprint, sparse=sparse, constructed=constructed, gaps=gaps, turns=turns)
         for sparse, constructed in ((False, False), (False, True), (True, False))
-        for gaps, turns in ((2, True), (1, True), (1, False), (0, True), (0, False))
+        for gaps, turns in _STRENGTHS
     ]
     for way in ways:
         try:

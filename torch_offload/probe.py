@@ -15,7 +15,7 @@ import torch
 from .chunk import TensorSpec
 from .placement import traveling
 from .random_state import random_state_kept
-from .standin import default_device_cpu, like, step_detached
+from .standin import default_device_cpu, like, step_detached, uncompiled
 from .values import rebuilt, snapshot
 
 #: Flavours whose kernels need an accelerator or a graph. None changes which state there is.
@@ -130,7 +130,7 @@ class StateProbe:
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         failed = False
         try:
-            with default_device_cpu(), random_state_kept():
+            with default_device_cpu(), uncompiled(), random_state_kept():
                 step_detached(
                     self._plain_class, snapshot(shareable(self.attributes)), [values], state
                 )

@@ -90,6 +90,13 @@ def default_device_cpu() -> AbstractContextManager[Any]:
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run what was compiled as it was written: compiling it for tiny shapes would take long, and
+    count against the limit after which torch compiles it no more."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 def newcomer(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Make a parameter of one element without state, to be stepped with another and dropped.
 

@@ -24,7 +24,7 @@ from .layout import Layout
 from .moments import Moment
 from .probe import simple_attributes
 from .random_state import random_state_kept
-from .standin import bare, default_device_cpu, like, no_global_hooks
+from .standin import bare, default_device_cpu, like, no_global_hooks, uncompiled
 from .traits import Traits
 from .values import rebuilt
 
@@ -61,6 +61,7 @@ class Tiny:
             pieces = sample.split(sample.values(seed=SEED), in_pieces)
             made = [like(sample.source, piece.clone()) for piece in pieces]
             for param in made:
+                param.requires_grad_(True)  # the source may be frozen for now
                 param.__dict__.update(simple_attributes(sample.source))
             self.params.append(made)
             groups[sample.group]["params"] += made
@@ -140,7 +141,8 @@ class Tiny:
     def turn(self) -> None:
         """Change the hyper-parameters to what they may become later."""
         groups = self.optimizer.param_groups
-        for group, values in zip(groups, turned(groups, self.optimizer.defaults), strict=True):
+        turns = turned(groups, self.optimizer.defaults, self.blueprint.turns)
+        for group, values in zip(groups, turns, strict=True):
             for key, value in values.items():
                 if isinstance(group[key], torch.Tensor) and not isinstance(value, torch.Tensor):
                     group[key].fill_(value)  # as LR schedulers do
@@ -191,6 +193,7 @@ def apart() -> Iterator[None]:
         torch.inference_mode(False),
         default_device_cpu(),
         no_global_hooks(),
+        uncompiled(),
         random_state_kept(seed=SEED),
         warnings.catch_warnings(),
     ):

@@ -90,12 +90,12 @@ def train(
 
 
 def fail_at_chunk(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Let the next step raise "boom" where it would update its ``number``-th chunk, from 1."""
+    """Let the next step raise "boom" from where it would update its ``number``-th chunk, from 1."""
     real, calls = stepper.step_detached, []
 
     def step_detached(*args: Any) -> Any:
         calls.append(args)
-        if len(calls) == number:
+        if len(calls) >= number:
             raise RuntimeError("boom")
         return real(*args)
 

@@ -7,6 +7,7 @@ real step does differently from a plain one is seen.
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
@@ -20,8 +21,10 @@ from .blueprint import Blueprint, Sample, scale, turned
 from .chunk import TensorSpec
 from .config import OffloadConfig
 from .conversion import convert
+from .host import Block
 from .layout import Layout
 from .moments import Moment
+from .pipeline import Pipeline
 from .probe import simple_attributes
 from .random_state import random_state_kept
 from .standin import bare, default_device_cpu, like, no_global_hooks, uncompiled
@@ -150,6 +153,29 @@ class Tiny:
                     group[key] = value
 
 
+class _Piece:
+    """Ordinary memory in place of a mapping."""
+
+    seams = ()
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = bytearray(num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+class _Store:
+    """In place of a host store: nothing is mapped, locked or counted for a trial."""
+
+    def allocate(self, sizes: Sequence[int], borders: object = None) -> list[Block]:
+        """Return blocks of these sizes."""
+        blocks = []
+        for size in sizes:
+            piece: Any = _Piece(size) if size else None
+            data = torch.frombuffer(piece.memory, dtype=torch.uint8) if size else torch.empty(0)
+            blocks.append(Block(piece, 0, data))
+        return blocks
+
+
 class _Chunks(Layout):
     """Cuts chunks by the number of parameters: state without bytes would fill none."""
 
@@ -177,7 +203,11 @@ class TinyOffloaded(Tiny):
         convert(self.optimizer, OffloadConfig(pin_memory=False), traits)
         core = self.optimizer._offload_core
         core._has_stepped = True  # there is nobody to be told that offload does not help here
-        core._layout = _Chunks(core.config.chunk_bytes, False, core._store_for)
+        store: Any = _Store()
+        device = torch.device("cpu")
+        core._stores[device] = store
+        core._pipelines[device] = Pipeline(device, core.config.num_slots, core._notices)
+        core._layout = _Chunks(core.config.chunk_bytes, False, lambda device: store)
         core._layout.num_params = num_params
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

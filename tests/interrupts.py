@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,31 @@ class Stop(KeyboardInterrupt):
     """What is raised, as Ctrl-C would."""
 
 
+@dataclass(frozen=True)
+class Spot:
+    """One of the times that a line is run, counted from 1."""
+
+    line: Line
+    occurrence: int
+
+
 class Lines:
     """As a context: notes the lines of the package that are run, and stops at one.
 
     Args:
-        stop_at: the number of the line in whose place :class:`Stop` is raised, from 1; the end of
-            the context catches it. 0 for none.
+        stop_at: where :class:`Stop` is raised in place of the line; the end of the context catches
+            it.
+
+    Attributes:
+        spots: what was run, in order.
+        stopped: whether the spot was reached. How much memory there is may decide about a few.
     """
 
-    def __init__(self, stop_at: int = 0) -> None:
-        self.lines: list[Line] = []
+    def __init__(self, stop_at: Spot | None = None) -> None:
+        self.spots: list[Spot] = []
+        self.stopped = False
         self._stop_at = stop_at
+        self._counts: Counter[Line] = Counter()
         self._before: Any = None
 
     def __enter__(self) -> Lines:
@@ -41,8 +57,8 @@ class Lines:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         sys.settrace(self._before)
-        assert (kind is Stop) == bool(self._stop_at), f"{len(self.lines)} lines, {kind}"
-        return kind is Stop
+        assert (kind is Stop) == self.stopped, kind
+        return self.stopped
 
     def _anywhere(self, frame: Any, event: str, _: Any) -> Any:
         return self._in_package if frame.f_code.co_filename.startswith(PACKAGE) else None
@@ -50,20 +66,19 @@ class Lines:
     def _in_package(self, frame: Any, event: str, _: Any) -> Any:
         if event == "line":
             code = frame.f_code
-            self.lines.append((Path(code.co_filename).name, frame.f_lineno, code.co_name))
-            if len(self.lines) == self._stop_at:
-                raise Stop(self.lines[-1])
+            line = (code.co_filename.removeprefix(PACKAGE), frame.f_lineno, code.co_name)
+            self._counts[line] += 1
+            self.spots.append(Spot(line, self._counts[line]))
+            if self.spots[-1] == self._stop_at:
+                self.stopped = True
+                raise Stop(line)
         return self._in_package
 
 
-def picked(lines: Sequence[Line]) -> list[int]:
-    """Numbers of the first and the last time that each line is run."""
-    first: dict[Line, int] = {}
-    last: dict[Line, int] = {}
-    for number, line in enumerate(lines, 1):
-        first.setdefault(line, number)
-        last[line] = number
-    return sorted({*first.values(), *last.values()})
+def picked(spots: Sequence[Spot]) -> list[Spot]:
+    """The first and the last time that each line is run."""
+    last = {spot.line: spot.occurrence for spot in spots}
+    return [spot for spot in spots if spot.occurrence in (1, last[spot.line])]
 
 
 class Operations(TorchDispatchMode):

@@ -266,11 +266,11 @@ def test_at_every_line_of_the_package(monkeypatch, scenario, most):
         optimizer.step()
     assert_same(case.after, (params, optimizer))
     verdicts: Counter[str] = Counter()
-    for number in spread(picked(run.lines), most):
+    for spot in spread(picked(run.spots), most):
         params, optimizer = case.fresh()
-        with Lines(stop_at=number):
+        with Lines(stop_at=spot) as run:
             optimizer.step()
-        verdicts[case.verdict(params, optimizer)] += 1
+        verdicts[case.verdict(params, optimizer)] += run.stopped
     assert min(verdicts[name] for name in ("repeated", "refused", "whole")) > 0
 
 
@@ -285,7 +285,7 @@ def test_ctrl_c_while_an_error_is_handled(monkeypatch, scenario, number, most):
     calls: list[int] = []
 
     def step_detached(*args):
-        calls.append(len(run.lines))
+        calls.append(len(run.spots))
         if len(calls) >= number:
             raise RuntimeError("boom")
         return real(*args)
@@ -296,16 +296,16 @@ def test_ctrl_c_while_an_error_is_handled(monkeypatch, scenario, number, most):
         _, optimizer = case.fresh()
         with pytest.raises(RuntimeError, match="boom"), (run := Lines()):
             optimizer.step()
-    lines, begin = run.lines, calls[number - 1]
-    assert len(lines) > begin + 10
+    handling = run.spots[calls[number - 1] :]
+    assert len(handling) > 10
     verdicts: Counter[str] = Counter()
     # A mode of torch is entered and left by lines of Python that must not be torn apart.
-    whole = [n for n in range(begin + 1, len(lines) + 1) if lines[n - 1][0] != "replay.py"]
-    for line in spread(whole, most):
+    for spot in spread([s for s in handling if "replay" not in s.line[0]], most):
         params, optimizer = case.fresh()
         calls.clear()
-        with (run := Lines(stop_at=line)):
+        with (run := Lines(stop_at=spot)):
             optimizer.step()
+        assert run.stopped
         with monkeypatch.context() as patch:
             patch.setattr(stepper, "step_detached", real)
             verdicts[case.verdict(params, optimizer)] += 1
@@ -336,12 +336,13 @@ def test_ctrl_c_while_exchanged_states_go_home(most):
     with Lines() as run:
         optimizer.step()
     assert_same(plain, (params, optimizer))
-    numbers = [n for n in picked(run.lines) if run.lines[n - 1][2] in ("adopt", "receive")]
-    assert len(numbers) > 20
-    for number in spread(numbers, most):
+    spots = [spot for spot in picked(run.spots) if spot.line[2] in ("adopt", "receive")]
+    assert len(spots) > 20
+    for spot in spread(spots, most):
         params, optimizer = start(CONFIG)
-        with Lines(stop_at=number):
+        with Lines(stop_at=spot) as run:
             optimizer.step()
+        assert run.stopped
         optimizer.step()
         assert_same(plain, (params, optimizer))
 
@@ -606,10 +607,6 @@ def test_a_torn_optimizer_may_die(device, monkeypatch):
         del optimizer
 
 
-#: Files whose code runs before a conversion begins.
-TRIAL = ("independence.py", "refusals.py")
-
-
 def next_step(trained: Trained) -> Trained:
     params, optimizer = trained
     set_grads(params, 9)
@@ -642,10 +639,11 @@ def test_a_load_stops_at_every_line(from_disk, most):
     take(params)
     assert_same(loaded, next_step((params, optimizer)))
     verdicts: Counter[str] = Counter()
-    for number in spread(picked(run.lines), most):
+    for spot in spread(picked(run.spots), most):
         params, optimizer = case.fresh()
-        with Lines(stop_at=number):
+        with Lines(stop_at=spot) as run:
             optimizer.load_state_dict(new["state_dict"])
+        assert run.stopped
         if optimizer._offload_core.failure is None:
             copied = copy.deepcopy((params, optimizer))
             if is_same(old, next_step(copied)):
@@ -675,15 +673,15 @@ def test_a_conversion_stops_at_every_line(function, most):
         return params, optimizer
 
     plain = step(*train(CPU, config=None, **kwargs))
-    optimizer = train(CPU, config=config, **kwargs)[1]
-    with Lines() as run:
-        function(optimizer)
-    # Until the trial of the class is over, nothing is touched.
-    begin = max(n for n, line in enumerate([("",) * 3, *run.lines]) if line[0] in TRIAL or not n)
-    for number in spread([n for n in picked(run.lines) if n > begin], most):
-        params, optimizer = train(CPU, config=config, **kwargs)
-        with Lines(stop_at=number):
+    for _ in range(2):  # the trial of the class is remembered from the first to the second time
+        optimizer = train(CPU, config=config, **kwargs)[1]
+        with Lines() as run:
             function(optimizer)
+    for spot in spread(picked(run.spots), most):
+        params, optimizer = train(CPU, config=config, **kwargs)
+        with Lines(stop_at=spot) as run:
+            function(optimizer)
+        assert run.stopped
         assert_same(plain, step(params, optimizer))
         # What was left in part can be done, and undone.
         for again in (offload, unoffload):

@@ -477,7 +477,7 @@ class WarmUpOfAll(WarmUp):
 class Clips(Base):
     """Clips to a norm of all gradients, which is reached late or never."""
 
-    largest = 100.0
+    largest = 10_000.0
 
     def start(self):
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]

@@ -355,7 +355,10 @@ def test_a_chunk_smaller_than_the_largest_parameter_is_no_obstacle(device):
         return params, optimizer
 
     _, optimizer = both(device, run)
-    assert offload_stats(optimizer).num_chunks == 4
+    stats = offload_stats(optimizer)
+    # On a GPU the large ones are cut into parts of at least 4 KiB.
+    assert stats.num_chunks == 4 if device.type == "cpu" else stats.num_chunks > 40
+    assert device.type == "cpu" or stats.staging_bytes <= 2 * 4096
 
 
 # Checkpoints

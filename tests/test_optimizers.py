@@ -65,7 +65,12 @@ def test_same_bits_as_plain(device, name, flavour, dtype):
         kwargs["has_grad"] = None  # torch's own fails where one parameter has no buffer yet
         if device.type == "cpu" and dtype is torch.bfloat16:
             pytest.skip("torch's kernel reads uninitialised memory: plain differs from plain")
-    plain = train(device, config=None, **kwargs)
+    try:
+        plain = train(device, config=None, **kwargs)
+    except RuntimeError as error:  # Adagrad's fused kernel is for the CPU only in some versions
+        if not flavour.get("fused"):
+            raise
+        pytest.skip(f"plain torch refuses: {error}")
     assert_same(plain, train(device, config=None, **kwargs))  # the control
     assert_same(plain, train(device, config=CONFIG, **kwargs))
 

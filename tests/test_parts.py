@@ -16,7 +16,7 @@ from training import assert_same, fail_at_chunk, late, make_params, set_grads, t
 
 from torch_offload import OffloadConfig, offload, offload_stats, refusals, shard
 
-SHAPES = ((1003, 37), (70,), (), (0, 5), (61, 3, 5), (1, 4000), (2, 2), (3, 3))
+SHAPES = ((1003, 37), (600, 36), (70,), (), (0, 5), (61, 3, 5), (1, 4000), (2, 2), (3, 3))
 MATRICES = tuple(shape for shape in SHAPES if len(shape) == 2 and 0 not in shape)
 CONFIG = OffloadConfig(chunk_size=6_000)
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in ("Adafactor", "Muon")]
@@ -44,7 +44,12 @@ def test_same_bits_as_plain(device, name, flavour, dtype):
     kwargs = {"optimizer_class": kind, "dtype": dtype, "shapes": SHAPES, **settings, **flavour}
     if name == "SGD momentum" and flavour.get("fused"):
         kwargs["has_grad"] = None  # torch's own fails where one parameter has no buffer yet
-    plain = train(device, config=None, **kwargs)
+    try:
+        plain = train(device, config=None, **kwargs)
+    except RuntimeError as error:  # Adagrad's fused kernel is for the CPU only in some versions
+        if not flavour.get("fused"):
+            raise
+        pytest.skip(f"plain torch refuses: {error}")
     assert_same(plain, train(device, config=None, **kwargs))  # the control
     offloaded = train(device, config=CONFIG, **kwargs)
     assert_same(plain, offloaded)
@@ -239,7 +244,7 @@ def test_a_step_that_stops_between_two_parts(device, monkeypatch, chunk):
         with pytest.raises(RuntimeError, match="boom"):
             optimizer.step()
     if chunk > 1:
-        with pytest.raises(RuntimeError, match=r"stopped half-way .*the first \d+ parameters"):
+        with pytest.raises(RuntimeError, match=r"stopped half-way .* were updated"):
             optimizer.step()
     with torch.no_grad():
         for param, weight in zip(params, weights, strict=True):

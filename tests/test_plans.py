@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from torch_offload.chunk import (
     ALIGNMENT,
     LEAST_PART_BYTES,
+    VECTOR,
     Run,
     TensorSpec,
     align,
     cut_parts,
+    in_whole_vectors,
     merge_runs,
     plan_chunks,
     split_runs,
@@ -120,6 +122,28 @@ def test_parts_cover_a_parameter_once_and_keep_to_the_chunk(drawn, dtypes, chunk
         for byte in range(offset, offset + spec.num_bytes)
     ]
     assert sorted(seen) == wanted
+
+
+@settings(deadline=None)
+@given(permuted, st.sampled_from(DTYPES), st.integers(1, 30_000))
+def test_parts_that_suit_fused_kernels_are_whole_vectors(drawn, dtype, chunk_bytes):
+    shape, order = drawn
+    tensor = torch.empty(shape).permute(order)
+    specs = [TensorSpec("x", tuple(tensor.shape), tensor.stride(), dtype)]
+    parts = cut_parts(specs, tuple(tensor.shape), chunk_bytes)
+    whole = [part.of(tensor) for part in parts]
+    suits = tensor.numel() % VECTOR == 0 and all(
+        part.numel() % VECTOR == 0 and part.storage_offset() % VECTOR == 0 for part in whole
+    )
+    assert in_whole_vectors(parts, specs) == (suits or not parts)
+
+
+def test_rows_of_odd_lengths_are_cut_in_whole_vectors():
+    specs = [TensorSpec("x", (300, 70), (70, 1), torch.float32)]
+    for chunk_bytes in (5000, 9000, 50_000):
+        parts = cut_parts(specs, (300, 70), chunk_bytes)
+        assert len(parts) > 1
+        assert in_whole_vectors(parts, specs)
 
 
 def test_tensors_with_gaps_or_other_orders_are_not_cut():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ ALIGNMENT = 64
 _LARGE_BYTES, _LARGE_ALIGNMENT = 2**30, 2**16
 #: Parts of a parameter that were smaller would cost more calls than they save memory.
 LEAST_PART_BYTES = 4096
+#: Elements that torch's multi-tensor GPU kernels load at once, where a tensor allows it.
+VECTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +221,28 @@ def _parts(
         for index in range(shape[dim]):
             yield from _parts(inner, shape, num_elements, (*outer, (dim, index, index + 1)))
         return
-    count = -(-shape[dim] // max(num_elements // row, 1))
-    edges = [shape[dim] * index // count for index in range(count + 1)]
-    for start, stop in pairwise(edges):
-        yield Part((*outer, (dim, start, stop)))
+    step = VECTOR // gcd(row, VECTOR)  # rows that are whole vectors
+    if step * row > num_elements:
+        step = 1
+    count = -(-shape[dim] // max(num_elements // row // step * step, 1))
+    length = -(-shape[dim] // (count * step)) * step
+    for start in range(0, shape[dim], length):
+        yield Part((*outer, (dim, start, min(start + length, shape[dim]))))
+
+
+def in_whole_vectors(parts: Iterable[Part], tensors: Sequence[TensorSpec]) -> bool:
+    """Whether the parts, and the whole, are made of whole vectors.
+
+    torch's fused GPU kernels take another path for a tensor that is not, or does not start at one,
+    and round in another way there (Adam with weight decay).
+    """
+    return all(
+        prod(spec.shape) % VECTOR == 0
+        and (part.offset(spec) // spec.dtype.itemsize) % VECTOR == 0
+        and prod(part.of_spec(spec).shape) % VECTOR == 0
+        for spec in tensors
+        for part in parts
+    )
 
 
 def _dense_order(spec: TensorSpec) -> tuple[int, ...]:

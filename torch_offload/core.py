@@ -267,7 +267,8 @@ class OffloadCore:
             # get, not indexing: an empty entry would stand in checkpoints if the step failed.
             known = state.get(param) or {}
             home = self._layout.home(param)
-            found += shards_of(index, param, home, known, self.traits.elementwise)
+            fused = bool(self.optimizer.param_groups[index].get("fused"))
+            found += shards_of(index, param, home, known, self.traits.elementwise, fused)
         return found
 
     def _creation(self, stepper: Stepper, shards: list[Shard]) -> Creation:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .chunk import Chunk, Part, Place, TensorSpec, cut_parts, plan_chunks
+from .chunk import Chunk, Part, Place, TensorSpec, cut_parts, in_whole_vectors, plan_chunks
 from .distributed import local, wrapped
 from .host import Block, HostStore
 
@@ -39,6 +39,7 @@ class Home:
         hosted: the chunk that it is part of.
         place: its byte range and tensors in that chunk.
         parts: how it is cut to be updated; empty where it is updated as a whole.
+        suits_fused: whether they are exact for torch's fused kernels, too.
         views: state key to the tensor that ``optimizer.state`` shows, with a storage of its own. A
             DTensor for a DTensor, with its local tensor on the host.
     """
@@ -46,6 +47,7 @@ class Home:
     hosted: HostedChunk
     place: Place
     parts: tuple[Part, ...] = ()
+    suits_fused: bool = False
     views: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,7 +168,8 @@ class Layout:
                 param = states[place.param][0]
                 shape = tuple(local(param).shape)
                 parts = cut_parts(place.tensors, shape, self._chunk_bytes) if self._cuts else ()
-                self._homes[id(param)] = Home(hosted, place, parts)
+                suits = in_whole_vectors(parts, place.tensors)
+                self._homes[id(param)] = Home(hosted, place, parts, suits)
 
     def forget(self, param: torch.Tensor) -> None:
         """Take ``param``'s place away."""

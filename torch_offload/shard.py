@@ -104,7 +104,12 @@ class Shard:
 
 
 def shards_of(
-    group: int, param: torch.Tensor, home: Home | None, state: dict[str, Any], elementwise: bool
+    group: int,
+    param: torch.Tensor,
+    home: Home | None,
+    state: dict[str, Any],
+    elementwise: bool,
+    fused: bool,
 ) -> list[Shard]:
     """Return what is stepped for one parameter: itself, or the parts that its home is cut into."""
     if is_distributed(param) and not (elementwise and _is_local_enough(param, home)):
@@ -113,7 +118,8 @@ def shards_of(
     if home is not None and home.parts and cuts_on(param.device):
         # A parameter that was given another shape is torch's to refuse, as a whole.
         shape = tuple(local(param).shape)
-        if all(spec.shape == shape for spec in home.place.tensors):
+        same = all(spec.shape == shape for spec in home.place.tensors)
+        if same and (home.suits_fused or not fused):
             parts = home.parts
     unwraps = is_distributed(param)
     return [Shard(group, param, home, state, part, unwraps) for part in parts]

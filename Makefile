@@ -31,7 +31,7 @@ demo: $(SETUP)  ## train with and without offload and compare (SIZE=small; 100m 
 
 .PHONY: test
 test: lint  ## linters, types and every test that needs no GPU
-	$(PY) -m pytest -q -m "not gpu and not multigpu"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu and not multigpu"
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/.installed  ## the tests with the oldest versions that are supported
@@ -78,7 +78,7 @@ clean:  ## delete reports, caches and build output; environments stay
 	@echo "Installing torch into .venv (a large download; this takes minutes the first time)"
 	@$(PIP) torch
 	@echo "Installing Lightning, Accelerate, the tools and this project into .venv"
-	@$(PIP) --editable ".[lightning,accelerate,dev]"
+	@$(PIP) --editable ".[lightning,accelerate,dev,third-party]"
 	@touch $@
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt

@@ -38,9 +38,9 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
     numbers are bit for bit those of the plain optimizer.
 
     Args:
-        optimizer: an optimizer of ``torch.optim`` but LBFGS, in any flavour (for-loop, foreach,
-            fused), or Lightning's, Fabric's or Accelerate's wrapper of one. That it updates each
-            parameter by itself is tried out on tiny CPU copies.
+        optimizer: an optimizer that updates each parameter by itself, in any flavour (for-loop,
+            foreach, fused), or Lightning's, Fabric's or Accelerate's wrapper of one. It is tried
+            out on tiny CPU copies.
         config: sizes; ``OffloadConfig()`` by default. An optimizer that is already offloaded stays
             as it is when ``config`` is ``None`` or the one that it has.
 

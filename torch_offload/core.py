@@ -16,7 +16,7 @@ import torch
 
 from .chunk import TensorSpec, split_runs
 from .config import OffloadConfig
-from .distributed import local, wrapped, wrapping
+from .distributed import local, storage, wrapped, wrapping
 from .failure import UNFINISHED, half_way
 from .host import HostStore
 from .layout import Home, Layout
@@ -382,11 +382,6 @@ class OffloadCore:
                 torch.accelerator.synchronize(device)
         if not changed:
             self.failure = None
-
-
-def storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory under a tensor, or under the local tensor of a DTensor."""
-    return local(tensor).untyped_storage().data_ptr()
 
 
 def _update(stepper: Stepper, shards: list[Shard]) -> Update:

@@ -58,3 +58,8 @@ def same_place(a: Any, b: Any) -> bool:
 def is_partial(wrapping: Any) -> bool:
     """Whether the local tensors must be summed to give the values."""
     return any(placement.is_partial() for placement in wrapping.placements)
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Return the address of the memory under a tensor, or under the local tensor of a DTensor."""
+    return local(tensor).untyped_storage().data_ptr()

@@ -31,6 +31,11 @@ demo: $(SETUP)  ## train with and without offload and compare (SIZE=small; 100m 
 
 .PHONY: test
 test: lint  ## linters, types and every test that needs no GPU
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile \
+		-m "not gpu and not multigpu and not exhaustive"
+
+.PHONY: test-all
+test-all: lint  ## the same, with those that try every place where something can fail
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu and not multigpu"
 
 .PHONY: test-oldest

@@ -82,9 +82,9 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
     return [numbers[round(i * (len(numbers) - 1) / (most - 1))] for i in range(most)]
 
 
-#: Some are tested always, the rest where there is time for slow tests.
+#: Some are tested always, the rest by `make test-all`.
 HOW_MANY = pytest.mark.parametrize(
-    "most", [25, pytest.param(10**6, marks=pytest.mark.slow)], ids=["some", "all"]
+    "most", [25, pytest.param(10**6, marks=pytest.mark.exhaustive)], ids=["some", "all"]
 )
 
 

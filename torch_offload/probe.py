@@ -90,36 +90,31 @@ class StateProbe:
             self._known[kind] = self._probe(group, param)
         return self._known[kind]
 
-    def first_state(
-        self, group: Mapping[str, Any], param: torch.Tensor, values: torch.Tensor, decay: bool
-    ) -> dict[str, Any]:
-        """Return the state that a parameter with these values gets by a step with zero gradients.
+    def first_values(self, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+        """Return what state a single zero gets by a step with a zero gradient.
 
         Args:
             group: the parameter's group.
-            param: what it stands in for; not touched.
-            values: a plain tensor on its device; changed.
-            decay: whether weights decay.
+            param: tells rank, dtype and device; not touched. A 0-dim one counts as a vector.
 
         Returns:
-            Empty where the class cannot be stepped so.
+            Values as the class makes them: dtypes, devices, and tensors of one element. Empty where
+            it cannot be stepped so.
         """
-        stand_in = like(param, values)
-        stand_in.__dict__.update(param.__dict__)
-        stand_in.grad = torch.zeros_like(values)
-        settings = snapshot({key: value for key, value in group.items() if key != "params"})
-        if not decay and isinstance(settings.get("weight_decay"), (int, float)):
-            settings["weight_decay"] = 0.0
-        groups = [{**settings, "params": [stand_in]}]
+        device = param.device
+        stand_in = torch.nn.Parameter(
+            torch.zeros([1] * max(param.dim(), 1), dtype=param.dtype, device=device)
+        )
+        stand_in.grad = torch.zeros_like(stand_in)
+        values = snapshot({key: value for key, value in group.items() if key != "params"})
+        groups = [{**values, "params": [stand_in]}]
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        others = [] if values.device.type == "cpu" else [values.device]
+        random = [] if device.type == "cpu" else [device]
         try:
-            with (
-                random_state_kept(),
-                torch.random.fork_rng(others, device_type=values.device.type),
-            ):
-                attributes = snapshot(shareable(self.attributes))
-                step_detached(self._plain_class, attributes, groups, state)
+            with torch.random.fork_rng(random, device_type=device.type):
+                step_detached(
+                    self._plain_class, snapshot(shareable(self.attributes)), groups, state
+                )
         except Exception:  # one for sparse gradients; torch's hidden step fails as well
             return {}
         return state[stand_in]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from training import make_params, set_grads
 
 from torch_offload import host, offload, ranks
 from torch_offload.host import HostStore
-from torch_offload.ranks import num_local_ranks, turn
+from torch_offload.ranks import num_local_ranks, take_in_turn
 
 CPU = torch.device("cpu")
 needs_locks = pytest.mark.skipif(ranks.fcntl is None, reason="this system has no file locks")
@@ -36,7 +37,8 @@ class Node:
 
     def take(self, needed: int) -> None:
         """What one rank does: look, touch page after page, or give up."""
-        with turn(needed, lambda: self.free, self.folder) as free:
+
+        def touch(free: int | None) -> None:
             if free is None or needed > free:
                 self.refused.append(needed)
                 return
@@ -45,6 +47,8 @@ class Node:
                 with self._guard:
                     self.free -= needed // 10
                     self.lowest = min(self.lowest, self.free)
+
+        take_in_turn(needed, lambda: self.free, touch, self.folder)
 
     def take_together(self, *needs: int) -> None:
         threads = [threading.Thread(target=self.take, args=(needed,)) for needed in needs]
@@ -152,8 +156,8 @@ def test_with_room_for_all_nobody_waits(launched, tmp_path):
     together = threading.Barrier(4, timeout=20)
 
     def take() -> None:
-        with turn(1000, lambda: 4000, tmp_path):
-            together.wait()  # breaks unless all four are here at once
+        # Breaks unless all four are here at once.
+        take_in_turn(1000, lambda: 4000, lambda free: together.wait(), tmp_path)
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
@@ -169,10 +173,11 @@ def holder(tmp_path) -> Iterator[Callable[[], None]]:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from torch_offload.ranks import turn\n"
-        "with turn(10, lambda: 10, Path(sys.argv[1])):\n"
+        "from torch_offload.ranks import take_in_turn\n"
+        "def take(free):\n"
         "    print('in', flush=True)\n"
         "    time.sleep(100)\n"
+        "take_in_turn(10, lambda: 10, take, Path(sys.argv[1]))\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -194,8 +199,7 @@ def test_a_killed_rank_does_not_block_the_others(holder, tmp_path):
     entered = threading.Event()
 
     def take() -> None:
-        with turn(1, lambda: 1000, tmp_path):
-            entered.set()
+        take_in_turn(1, lambda: 1000, lambda free: entered.set(), tmp_path)
 
     thread = threading.Thread(target=take)
     thread.start()
@@ -206,10 +210,47 @@ def test_a_killed_rank_does_not_block_the_others(holder, tmp_path):
 
 
 @needs_locks
+def test_an_interruption_at_any_line_leaves_no_lock(tmp_path):
+    """Also while its traceback is kept, as notebooks do."""
+    kept: list[BaseException] = []
+
+    def interrupted_at(number: int) -> bool:
+        lines = 0
+
+        def trace(frame: Any, event: str, argument: object) -> Any:
+            nonlocal lines
+            if frame.f_globals.get("__name__") != ranks.__name__:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == number:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            take_in_turn(10, lambda: 10, lambda free: None, tmp_path)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(before)
+        return lines >= number
+
+    number = 1
+    while interrupted_at(number):
+        lock = ranks._open(tmp_path)
+        ranks.fcntl.flock(lock.file, ranks.fcntl.LOCK_EX | ranks.fcntl.LOCK_NB)  # raises if held
+        del lock
+        number += 1
+    assert number > 15
+    assert len(kept) == number - 1
+
+
+@needs_locks
 def test_patience_ends(holder, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "_PATIENCE_S", 0.1)
-    with turn(10, lambda: 10, tmp_path) as free:
-        assert free == 10
+    assert take_in_turn(10, lambda: 10, lambda free: free, tmp_path) == 10
 
 
 @needs_locks
@@ -217,28 +258,29 @@ def test_patience_ends(holder, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_forked_during_a_turn_does_not_keep_the_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "_PATIENCE_S", 20.0)
-    with turn(10, lambda: 10, tmp_path):
+
+    def fork(free: int | None) -> int:
         child = os.fork()
         if child == 0:
             time.sleep(30)
             os._exit(0)
+        return child
+
+    child = take_in_turn(10, lambda: 10, fork, tmp_path)
     try:
         started = time.monotonic()
-        with turn(10, lambda: 10, tmp_path):
-            assert time.monotonic() - started < 10
+        take_in_turn(10, lambda: 10, lambda free: None, tmp_path)
+        assert time.monotonic() - started < 10
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
 
 
 def test_without_locks_the_free_bytes_still_count(tmp_path, monkeypatch):
-    with turn(10, lambda: 7, tmp_path / "missing") as free:
-        assert free == 7
+    assert take_in_turn(10, lambda: 7, lambda free: free, tmp_path / "missing") == 7
     monkeypatch.setattr(ranks, "fcntl", None)
-    with turn(10, lambda: 7, tmp_path) as free:
-        assert free == 7
-    with turn(10, lambda: None, tmp_path) as free:
-        assert free is None
+    assert take_in_turn(10, lambda: 7, lambda free: free, tmp_path) == 7
+    assert take_in_turn(10, lambda: None, lambda free: free, tmp_path) is None
 
 
 @needs_locks
@@ -250,8 +292,7 @@ def test_the_lock_is_not_a_link_and_belongs_to_the_user(tmp_path):
     assert ranks._open(tmp_path) is None
     assert victim.read_text() == "precious"
     (tmp_path / name).unlink()
-    with turn(1, lambda: 100, tmp_path):
-        pass
+    take_in_turn(1, lambda: 100, lambda free: None, tmp_path)
     assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
 
 
@@ -318,12 +359,12 @@ def test_processes_that_start_together(launched, tmp_path):
 
 
 def test_too_little_memory_names_the_ranks_and_nothing_is_taken(launched, monkeypatch):
-    launched(8)
-    monkeypatch.setattr(host, "available_host_bytes", lambda: 10_000)
-    monkeypatch.setattr(host.mmap, "mmap", None)  # any allocation would fail loudly
     params = make_params(CPU, shapes=[(1000, 10)])
     optimizer = offload(torch.optim.AdamW(params))
     set_grads(params, 0)
+    launched(8)
+    monkeypatch.setattr(host, "available_host_bytes", lambda: 10_000)
+    monkeypatch.setattr(host.mmap, "mmap", None)  # any allocation would fail loudly
     with pytest.raises(
         MemoryError, match=r"needs 81,920 bytes .* 10,000 bytes are available .*"
     ) as e:

@@ -28,7 +28,7 @@ import torch
 from .chunk import TensorSpec
 from .memory import available_host_bytes
 from .numa import node_of, prefer
-from .ranks import num_local_ranks, turn
+from .ranks import num_local_ranks, take_in_turn
 
 #: Blocks are gathered into pieces of about this size; a larger block is a piece of its own.
 PIECE_BYTES = 256 * 2**20
@@ -246,7 +246,8 @@ class HostStore:
         plan = _plan_pieces(sizes)
         needed = sum(_page_round(size) for size, _, _ in plan)
         node = node_of(self.device)
-        with turn(needed, available_host_bytes) as available:
+
+        def take(available: int | None) -> list[_Piece | None]:
             if available is not None and needed > available:
                 raise MemoryError(_too_large(needed, available, num_local_ranks()))
             pieces = [
@@ -255,8 +256,11 @@ class HostStore:
                 else None
                 for size, first, _ in plan
             ]
-            mapped = [piece for piece in pieces if piece is not None]
-            _touch(mapped)
+            _touch([piece for piece in pieces if piece is not None])
+            return pieces
+
+        pieces = take_in_turn(needed, available_host_bytes, take)
+        mapped = [piece for piece in pieces if piece is not None]
         if self._pin:
             self._register(mapped)
         self._pieces.update(mapped)

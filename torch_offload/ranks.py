@@ -18,14 +18,16 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 #: Where launchers say how many ranks they started on this node.
 _VARIABLES = (
@@ -50,37 +52,48 @@ def num_local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     return 1
 
 
-@contextmanager
-def turn(
-    needed: int, available: Callable[[], int | None], folder: Path | None = None
-) -> Iterator[int | None]:
-    """Yield the bytes of host memory that are free, for as long as no other rank takes them.
+def take_in_turn(
+    needed: int,
+    available: Callable[[], int | None],
+    take: Callable[[int | None], T],
+    folder: Path | None = None,
+) -> T:
+    """Call ``take`` with the bytes of host memory that are free while no other rank takes them.
 
     Args:
-        needed: bytes that the caller wants to take and touch before it leaves.
+        needed: bytes that it wants to take and touch.
         available: tells the free bytes of the node; ``None`` where they are unknown.
+        take: takes them, or raises.
         folder: where the lock is; for tests.
+
+    Returns:
+        What ``take`` returns.
     """
     lock = _open(folder)
+    # Twice, for an interruption may come in a ``finally``, too: the lock of a rank that goes on
+    # after Ctrl-C, with the traceback kept somewhere, would stop all the others. Closing the file
+    # would not do: a process that was forked meanwhile has it, too.
     try:
-        # Together while there is room for all of them, and alone where there may not be.
-        _wait(lock, shared=True)
-        free = available()
-        ranks = num_local_ranks()
-        if free is not None and needed * (ranks if ranks > 1 else _MANY) > free:
-            _wait(lock, shared=False)
+        try:
+            # Together while there is room for all of them, and alone where there may not be.
+            _wait(lock, shared=True)
             free = available()
-            if free is not None and needed > free:
-                gc.collect()  # an optimizer that died as part of a framework's cycle
+            ranks = num_local_ranks()
+            if free is not None and needed * (ranks if ranks > 1 else _MANY) > free:
+                _wait(lock, shared=False)
                 free = available()
-        yield free
+                if free is not None and needed > free:
+                    gc.collect()  # an optimizer that died as part of a framework's cycle
+                    free = available()
+            return take(free)
+        finally:
+            _unlock(lock)
     finally:
-        # Not by closing alone: a process forked meanwhile would hold the lock.
         _unlock(lock)
 
 
 class _Lock:
-    """An open file. It is closed when nobody holds this, an interruption at any place included."""
+    """An open file, closed when nobody holds this."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -7,6 +7,7 @@ import torch
 from training import assert_same, make_params, set_grads
 
 from torch_offload import host, offload, offload_stats
+from torch_offload.failure import half_way
 from torch_offload.host import HostStore
 
 CPU = torch.device("cpu")
@@ -56,6 +57,20 @@ def test_batch_size_finders_do_not_try_a_smaller_batch(monkeypatch, cause):
         assert not should_reduce_batch_size(error)
     fit()  # nothing has changed, so there is nothing to repair
     assert offload_stats(optimizer).host_bytes > 0
+
+
+def test_the_refusal_after_a_step_without_gpu_memory_is_no_lack_of_it():
+    """A smaller batch would not help: a checkpoint has to be loaded."""
+    from accelerate.utils.memory import should_reduce_batch_size
+    from lightning.pytorch.utilities.memory import is_oom_error
+
+    (param,) = make_params(CPU, shapes=((3,),))
+    cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    reason = half_way(cause, [{"params": [param]}], [param])
+    assert "half-way (OutOfMemoryError)" in reason
+    assert not is_oom_error(RuntimeError(reason))
+    assert not should_reduce_batch_size(RuntimeError(reason))
+    assert "half-way (RuntimeError: boom)" in half_way(RuntimeError("boom"), [], [])
 
 
 def test_what_the_system_refuses_names_the_limit():

@@ -33,10 +33,13 @@ def half_way(
     params = chain.from_iterable(group["params"] for group in groups)
     numbers = [number for number, param in enumerate(params) if id(param) in touched]
     advice = "Load a checkpoint of parameters and optimizer to go on."
+    what = f"{type(error).__name__}: {error}"
     if isinstance(error, torch.OutOfMemoryError):
+        # Not its text: batch-size finders would take the refusal of each later step for another.
+        what = type(error).__name__
         advice += " A smaller chunk_size or num_slots needs less memory on the device."
     return (
-        f"an earlier optimizer step stopped half-way ({type(error).__name__}: {error}): parameters "
+        f"an earlier optimizer step stopped half-way ({what}): parameters "
         f"{_ranges(numbers)} (counted as in state_dict()) were updated, those of the last chunk "
         f"perhaps in part, and the others were not. {advice}"
     )

@@ -42,6 +42,42 @@ pytestmark = pytest.mark.filterwarnings(  # one process is what is meant here
 )
 
 CONFIG = OffloadConfig(chunk_size=2000)
+
+
+class Anchored(torch.optim.Optimizer):
+    """State that starts as a copy of the parameter, that matrices have, that decay makes."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"] = 0
+                    state["anchor"] = torch.clone(param, memory_format=torch.preserve_format)
+                    if group["weight_decay"]:
+                        state["decayed"] = torch.zeros_like(param)
+                    rows = param.dim() == 2 and len(param) > 1
+                    state["rows" if rows else "all"] = torch.zeros_like(
+                        param.sum(1) if rows else param
+                    )
+                state["step"] += 1
+                grad = param.grad + group["weight_decay"] * param
+                if "rows" in state:
+                    state["rows"].lerp_(grad.square().mean(1), 0.1)
+                else:
+                    state["all"].lerp_(grad.square(), 0.1)
+                if "decayed" in state:
+                    state["decayed"].add_(param, alpha=group["weight_decay"])
+                state["anchor"].sub_(grad, alpha=group["lr"])
+                param.lerp_(state["anchor"], 0.5)
+
+
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{f"AdamW {name}": (torch.optim.AdamW, kwargs) for name, kwargs in FLAVOURS.items()},
     "Adam amsgrad": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
@@ -58,10 +94,12 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Rprop": (torch.optim.Rprop, {}),
     "Adafactor": (torch.optim.Adafactor, {}),
     "Muon": (torch.optim.Muon, {}),
+    "Anchored": (Anchored, {}),
+    "Anchored, decay": (Anchored, {}),
 }
 #: Those of which no values of the state stand for a state that has not stepped: the first update
 #: sets them, or torch's step leaves more in them than `step`.
-FIRST_UPDATE_MATTERS = {"SGD dampening", "ASGD", "NAdam"}
+FIRST_UPDATE_MATTERS = {"SGD dampening", "ASGD", "NAdam", "Anchored, decay"}
 OPTIONS = {
     "sharded": StateDictOptions(),
     "flat": StateDictOptions(flatten_optimizer_state_dict=True),
@@ -86,7 +124,7 @@ def make(
     vectors = [p for p in net.parameters() if p.dim() <= 1]
     if optimizer_class is torch.optim.Muon:
         matrices, vectors = matrices[:1], matrices[1:]
-    decay = {} if name == "Rprop" else {"weight_decay": 0.01}
+    decay = {} if name in ("Rprop", "Anchored") else {"weight_decay": 0.01}
     groups = [{"params": matrices, **decay}, {"params": vectors, "lr": 3e-3}]
     optimizer = optimizer_class(groups, lr=1e-2, **kwargs)
     return net, optimizer if config is None else offload(optimizer, config)
@@ -200,7 +238,7 @@ def test_template_has_the_tensors_that_plain_makes(device, name, options):
         found = other[path]
         assert type(found) is type(value), path
         if not isinstance(value, torch.Tensor):
-            assert found == value or path.endswith("/lr/")
+            assert found == value or path.endswith(("lr/", "step/"))
             continue
         assert found.shape == value.shape, path
         assert found.dtype == value.dtype, path
@@ -388,6 +426,46 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_state(device):
         set_optimizer_state_dict(net, optimizer, sd)
     assert len(optimizer.state) == 0
     same(steps(make(device, "AdamW foreach", None)), steps((net, optimizer)))
+
+
+class Curious(Anchored):
+    """Looks at values before it makes state, so that nobody knows which before it has stepped."""
+
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(float(param.grad.sum()) > 1e30 for param in params if param.grad is not None):
+            raise OverflowError("too large")
+        super().step()
+
+
+def test_where_only_a_step_can_tell_it_is_made(device, tmp_path):
+    """As in plain torch. So what is loaded is not lost."""
+
+    def new(config: OffloadConfig | None) -> Training:
+        net = make_net().to(device)
+        optimizer = Curious(net.parameters(), lr=1e-2, weight_decay=0.1)
+        return net, optimizer if config is None else offload(optimizer, config)
+
+    def run(config: OffloadConfig | None, options: str) -> Training:
+        path = tmp_path / f"{options} {config is None}"
+        save(path, *steps(new(config)), OPTIONS[options])
+        training = new(config)
+        load(path, *training, OPTIONS[options])
+        assert training[1].state[training[0][0].weight]["step"] == 3
+        return steps(training, 3, 6)
+
+    for options in ("sharded", "flat"):
+        same(run(None, options), run(CONFIG, options))
+
+
+def test_a_class_for_sparse_gradients(device):
+    for config in (None, CONFIG):
+        net = nn.Embedding(5, 3, sparse=True, device=device)
+        optimizer = torch.optim.SparseAdam(net.parameters())
+        if config is not None:
+            offload(optimizer, config)
+        with pytest.raises(RuntimeError, match="does not support dense gradients"):
+            get_optimizer_state_dict(net, optimizer)
 
 
 def test_others_that_call_the_hidden_step_get_it(device):

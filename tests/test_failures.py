@@ -118,6 +118,8 @@ class Case:
     def fresh(self) -> Trained:
         """Return one more that is offloaded and has its gradients."""
         params, optimizer = copy.deepcopy(self._offloaded)
+        # Copies lack it, and on a GPU torch then asks groups for "capturable", which not all have.
+        optimizer._warned_capturable_if_run_uncaptured = True
         set_grads(params, self.steps)
         return params, optimizer
 

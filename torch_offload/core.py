@@ -18,6 +18,7 @@ from .chunk import TensorSpec, split_runs
 from .config import OffloadConfig
 from .distributed import local, storage, wrapped, wrapping
 from .failure import UNFINISHED, half_way
+from .forks import keep_in_children
 from .host import HostStore
 from .layout import Home, Layout
 from .notices import Notices
@@ -84,6 +85,7 @@ class OffloadCore:
         self._num_chunks = 0
         self._notices = Notices(plain_class.__name__)
         self._has_stepped = False
+        keep_in_children(self)  # it has events
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -26,6 +26,7 @@ import torch
 
 from .core import OffloadCore
 from .distributed import local
+from .values import same, snapshot
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 #: The functions that read or load the state of several optimizers, and the one that steps.
@@ -109,7 +110,8 @@ def settle(core: OffloadCore) -> None:
 def _template_shown(core: OffloadCore) -> Iterator[None]:
     """Let ``core`` have a template for its state inside a ``with``, if it has none.
 
-    Not if there are gradients: torch makes no hidden step then.
+    Not if there are gradients: torch makes no hidden step then. Nor where only a step can tell what
+    state there will be: torch's own is as good as any.
     """
     params = [param for group in core.optimizer.param_groups for param in group["params"]]
     if core.state or any(param.grad is not None for param in params):
@@ -117,6 +119,9 @@ def _template_shown(core: OffloadCore) -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         templates = _templates(core)
+    if templates is None:
+        yield
+        return
     entries = {
         param: templates[_key(param)].values
         for param in params
@@ -134,10 +139,13 @@ def _template_shown(core: OffloadCore) -> Iterator[None]:
                 del state[param]
 
 
-def _templates(core: OffloadCore) -> dict[Any, _Template]:
-    """Make the templates, or find those that were shown before: they may hold loaded values."""
+def _templates(core: OffloadCore) -> dict[Any, _Template] | None:
+    """Make the templates, or find those that were shown before: they may hold loaded values.
+
+    ``None`` where they cannot be made.
+    """
     shown = _shown.setdefault(core, {})
-    first: dict[Any, Mapping[str, Any]] = {}
+    found: dict[Any, Mapping[str, Any] | None] = {}
     for group, param, home in core.reserve():
         template = shown.get(_key(param))
         views = {} if home is None else home.views
@@ -145,35 +153,79 @@ def _templates(core: OffloadCore) -> dict[Any, _Template]:
             template.values.get(key) is view for key, view in views.items()
         ):
             continue
-        kind = (id(group), param.dim(), param.dtype, param.device)
-        if kind not in first:
-            first[kind] = core.probe.first_values(group, param)
-        values = _initial(param, views, first[kind])
+        first = None
+        if home is not None or param.dim() == 0:  # whose state needs no home
+            first = _first_state(core, group, param, views, found)
+        if first is None or (home is None and not first):
+            return None
+        values = _placed(param, views, first)
         shown[_key(param)] = _Template(values, _versions(values))
     return shown
 
 
-def _initial(
+def _first_state(
+    core: OffloadCore,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    views: Mapping[str, torch.Tensor],
+    found: dict[Any, Mapping[str, Any] | None],
+) -> Mapping[str, Any] | None:
+    """Return what ``param`` has before its first step, as far as a step with zero gradients tells.
+
+    Where that is the same for whatever values, tensors have one element, and ``found`` keeps them.
+    Else they have all, as for a copy of the parameters. Without weight decay, which would leave a
+    trace in moments; with it, where there is other state then.
+    """
+    for decay in (False, True):
+        kind = (id(group), type(param), param.dim(), param.dtype, param.device, decay)
+        if kind not in found:
+            shape = [1] * max(param.dim(), 1)
+            zero, one = (
+                core.probe.first_state(group, param, local(param).new_full(shape, value), decay)
+                for value in (0.0, 1.0)
+            )
+            is_constant = same(zero, one) and not core.traits.random
+            found[kind] = zero if is_constant else None
+        state = found[kind]
+        if state is None or not _is_for(state, param, views):
+            values = local(param).detach().clone()
+            values = values.reshape(values.shape or (1,))
+            state = core.probe.first_state(group, param, values, decay)
+        if _is_for(state, param, views):
+            return state
+    return None
+
+
+def _is_for(
+    state: Mapping[str, Any], param: torch.Tensor, views: Mapping[str, torch.Tensor]
+) -> bool:
+    keys = {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
+    return param.dim() == 0 or keys == views.keys()
+
+
+def _placed(
     param: torch.Tensor, views: Mapping[str, torch.Tensor], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return state with the values in ``first``, of the parameter's shapes, in its home.
+    """Return this state in the parameter's home.
 
-    No step was made, so ``step`` is 0: where nothing but the moments and ``step`` matters, that is
-    the state of a new start. Empty where only the first update can tell the shapes.
+    No step was made, so ``step`` is 0. Where nothing but ``step`` and what starts as a constant or
+    as a copy of the parameter matters, that is the state of a new start.
     """
     made: dict[str, Any] = {}
     for key, value in first.items():
-        if not isinstance(value, torch.Tensor):
-            made[key] = 0 if key == "step" else value
-        elif value.dim() == 0:
-            made[key] = torch.zeros_like(value) if key == "step" else value.clone()
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            made.update(snapshot({key: value}))
+            if key == "step":
+                made[key] *= 0
         elif key in views:
-            local(views[key]).fill_(value.flatten()[0])
+            view = local(views[key])
+            if value.numel() == 1:
+                view.fill_(value.flatten()[0])
+            else:
+                view.copy_(value)
             made[key] = views[key]
-        elif param.dim() == 0:  # its state does not travel
+        else:  # of a 0-dim parameter, whose state does not travel
             made[key] = torch.full_like(param, value.item(), dtype=value.dtype, requires_grad=False)
-        else:
-            return {}
     return made
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from .chunk import TensorSpec
+from .forks import keep_in_children
 from .memory import available_host_bytes
 from .numa import node_of, prefer
 from .ranks import num_local_ranks, take_in_turn
@@ -101,7 +102,7 @@ class _Piece:
         device: torch.device,
         before_release: Callable[[], None],
     ) -> None:
-        _registered.add(self)
+        keep_in_children(self)
         finalizer = weakref.finalize(
             self, _unregister, self.memory, self.address, locked, device, before_release
         )
@@ -128,23 +129,6 @@ def _unregister(
             if hasattr(mmap, "MADV_DOFORK"):
                 # Tensors that outlive us are ordinary memory again.
                 memory.madvise(mmap.MADV_DOFORK, start, stop - start)
-
-
-_registered: weakref.WeakSet[_Piece] = weakref.WeakSet()
-
-
-def _keep_in_child() -> None:
-    """Keep registered pieces from ever dying in a forked child, which has their objects only.
-
-    It would unregister its parent's memory, on a device that it cannot use, and unmap a range of
-    addresses where its own memory may be by now.
-    """
-    for piece in list(_registered):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_in_child)
 
 
 @dataclass(frozen=True, slots=True)

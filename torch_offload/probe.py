@@ -90,31 +90,36 @@ class StateProbe:
             self._known[kind] = self._probe(group, param)
         return self._known[kind]
 
-    def first_values(self, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-        """Return what state a single zero gets by a step with a zero gradient.
+    def first_state(
+        self, group: Mapping[str, Any], param: torch.Tensor, values: torch.Tensor, decay: bool
+    ) -> dict[str, Any]:
+        """Return the state that a parameter with these values gets by a step with zero gradients.
 
         Args:
             group: the parameter's group.
-            param: tells rank, dtype and device; not touched. A 0-dim one counts as a vector.
+            param: what it stands in for; not touched.
+            values: a plain tensor on its device; changed.
+            decay: whether weights decay.
 
         Returns:
-            Values as the class makes them: dtypes, devices, and tensors of one element. Empty where
-            it cannot be stepped so.
+            Empty where the class cannot be stepped so.
         """
-        device = param.device
-        stand_in = torch.nn.Parameter(
-            torch.zeros([1] * max(param.dim(), 1), dtype=param.dtype, device=device)
-        )
-        stand_in.grad = torch.zeros_like(stand_in)
-        values = snapshot({key: value for key, value in group.items() if key != "params"})
-        groups = [{**values, "params": [stand_in]}]
+        stand_in = like(param, values)
+        stand_in.__dict__.update(param.__dict__)
+        stand_in.grad = torch.zeros_like(values)
+        settings = snapshot({key: value for key, value in group.items() if key != "params"})
+        if not decay and isinstance(settings.get("weight_decay"), (int, float)):
+            settings["weight_decay"] = 0.0
+        groups = [{**settings, "params": [stand_in]}]
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        random = [] if device.type == "cpu" else [device]
+        others = [] if values.device.type == "cpu" else [values.device]
         try:
-            with torch.random.fork_rng(random, device_type=device.type):
-                step_detached(
-                    self._plain_class, snapshot(shareable(self.attributes)), groups, state
-                )
+            with (
+                random_state_kept(),
+                torch.random.fork_rng(others, device_type=values.device.type),
+            ):
+                attributes = snapshot(shareable(self.attributes))
+                step_detached(self._plain_class, attributes, groups, state)
         except Exception:  # one for sparse gradients; torch's hidden step fails as well
             return {}
         return state[stand_in]

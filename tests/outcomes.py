@@ -75,10 +75,15 @@ def merge(old: Sequence[Outcome], new: Sequence[Outcome], *, complete: bool) -> 
     Args:
         old: rows of the record.
         new: rows of one test run.
-        complete: the run had all parameters of its tests: their other rows on this device go.
+        complete: the run had all parameters of its tests: their other rows on this device go,
+            but for those of packages that the run did not find.
     """
-    redone = {(row.device, row.test) for row in new} if complete else set()
-    kept = {row.key: row for row in old if (row.device, row.test) not in redone}
+
+    def kind(row: Outcome) -> tuple[str, str, str]:
+        return (row.device, row.test, row.package.partition(" ")[0])
+
+    redone = {kind(row) for row in new} if complete else set()
+    kept = {row.key: row for row in old if kind(row) not in redone}
     kept.update({row.key: row for row in new})
     return sorted(kept.values(), key=_rank)
 

@@ -100,6 +100,30 @@ def test_when_offload_cannot_help(said, devices, state_bytes, staging_bytes, exp
     assert all("\n" not in line for line in said())
 
 
+@pytest.mark.parametrize(("largest", "expected"), [(0, 0), (1000, 0), (1001, 1), (5000, 1)])
+def test_a_parameter_that_is_larger_than_a_chunk(said, largest, expected):
+    notices = Notices("Muon")
+    for _ in range(2):
+        notices.large_chunks(largest, 1000)
+    assert len(said()) == expected
+    assert all("Muon: the state of a parameter" in line and "as a whole" in line for line in said())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "expected"), [(torch.optim.Muon, 1), (torch.optim.AdamW, 0)])
+def test_a_parameter_that_is_larger_than_a_chunk_on_a_device(said, kind, expected):
+    """An element-wise optimizer updates it in parts."""
+    run(torch.device("cuda"), OffloadConfig(chunk_size=8 * 1024, num_slots=2), kind=kind)
+    assert len(said()) == expected
+    assert all("larger than chunk_size (8,192 bytes)" in line for line in said())
+
+
+def test_a_parameter_that_is_larger_than_a_chunk_costs_nothing_on_a_cpu(said):
+    run(CPU, OffloadConfig(chunk_size=8 * 1024), kind=torch.optim.Muon)
+    assert len(said()) == 1
+    assert "saves nothing" in said()[0]
+
+
 def test_it_is_seen_without_any_logging_set_up_and_stops_nothing():
     """Also with warnings that are errors: advice must not end a step in the middle."""
     code = """if True:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.metadata
 import io
 
+import outcomes
 import pytest
 import torch
 from training import late, make_params, set_grads
@@ -33,6 +35,17 @@ def load(path):
     package, _, name = path.partition(":")
     pytest.importorskip(package, exc_type=ImportError)
     return getattr(importlib.import_module(package), name)
+
+
+def row_of(kind, flavour=""):
+    """Return what a row of docs/optimizers.md says of a class; its package with the version."""
+    package = kind.__module__.partition(".")[0].replace("_", "-")
+    return {
+        "package": f"{package} {importlib.metadata.version(package)}",
+        "optimizer": kind.__name__,
+        "flavour": flavour or "default",
+        "dtype": torch.float32,
+    }
 
 
 def build(kind, params, settings, config):
@@ -124,8 +137,9 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_same_bits_and_checkpoints_as_plain(device, name):
-    kind, settings = load(name.partition(" ")[0]), EXACT[name]
+def test_same_bits_and_checkpoints_as_plain(device, record_outcome, name):
+    path, _, flavour = name.partition(" ")
+    kind, settings = load(path), EXACT[name]
     plain = train(kind, settings, [None, None], device)
     for configs in ([CONFIG, CONFIG], [CONFIG, None], [None, CONFIG]):
         other = train(kind, settings, configs, device)
@@ -134,6 +148,7 @@ def test_same_bits_and_checkpoints_as_plain(device, name):
             state = [v for s in other[1].state.values() for v in s.values() if torch.is_tensor(v)]
             assert all(v.device == CPU for v in state if v.dim())
             assert offload_stats(other[1]).num_chunks > 2
+    record_outcome(**row_of(kind, flavour), outcome=outcomes.EQUAL)
 
 
 REFUSED = {
@@ -157,13 +172,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_reason(name):
-    kind, (settings, message) = load(name.partition(" ")[0]), REFUSED[name]
+def test_refused_with_the_reason(record_outcome, name):
+    path, _, flavour = name.partition(" ")
+    kind, (settings, message) = load(path), REFUSED[name]
     params = make_params(CPU, shapes=SHAPES)
     optimizer = build(kind, params, settings, None)
     before = copy.deepcopy(optimizer.param_groups[0]["lr"])
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(NotImplementedError, match=message) as refusal:
         offload(optimizer)
+    record_outcome(**row_of(kind, flavour), outcome=outcomes.REFUSED, reason=str(refusal.value))
     assert type(optimizer) is kind
     assert same(before, optimizer.param_groups[0]["lr"])
     assert all(same(p, q) for p, q in zip(params, make_params(CPU, shapes=SHAPES), strict=True))
@@ -173,15 +190,17 @@ def test_refused_with_the_reason(name):
     ("name", "inner"),
     [("Lookahead", "optimizer"), ("SAM", "base_optimizer"), ("OrthoGrad", "optimizer")],
 )
-def test_wrappers_of_optimizers_are_refused_with_the_remedy(name, inner):
+def test_wrappers_of_optimizers_are_refused_with_the_remedy(record_outcome, name, inner):
     kind = load(f"pytorch_optimizer:{name}")
     params = make_params(CPU, shapes=SHAPES)
     if name == "SAM":
         wrapper = kind(params, torch.optim.AdamW, lr=0.01)
     else:
         wrapper = kind(torch.optim.AdamW(params, lr=0.01))
-    with pytest.raises(NotImplementedError, match=r"Give offload\(\) (that one|the optimizer in)"):
+    remedy = r"Give offload\(\) (that one|the optimizer in)"
+    with pytest.raises(NotImplementedError, match=remedy) as refusal:
         offload(wrapper)
+    record_outcome(**row_of(kind), outcome=outcomes.REFUSED, reason=str(refusal.value))
     assert isinstance(getattr(wrapper, inner), torch.optim.AdamW)
 
 
@@ -228,9 +247,10 @@ _LEFT_OUT = frozenset({"kron"})
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_class_of_a_large_package_differs_silently():
+def test_no_class_of_a_large_package_differs_silently(record_outcome):
     package = pytest.importorskip("pytorch_optimizer")
-    counts = {"equal": 0, "refused": 0, "not trained": 0}
+    done = {load(name) for name in [*EXACT, *REFUSED] if name.startswith("pytorch_optimizer:")}
+    counts = {outcomes.EQUAL: 0, outcomes.REFUSED: 0, "not trained": 0}
     for name in package.get_supported_optimizers():
         if name in _LEFT_OUT:
             continue
@@ -242,11 +262,15 @@ def test_no_class_of_a_large_package_differs_silently():
             continue
         try:
             other = train(kind, settings, [CONFIG], steps=4)
-        except NotImplementedError:
-            counts["refused"] += 1
-            continue
-        assert_same_training(plain, other)
-        counts["equal"] += 1
+        except NotImplementedError as refusal:
+            found, reason = outcomes.REFUSED, str(refusal)
+        else:
+            assert_same_training(plain, other)
+            found, reason = outcomes.EQUAL, ""
+        counts[found] += 1
+        if kind not in done and kind.__module__.startswith("pytorch_optimizer"):
+            done.add(kind)
+            record_outcome(**row_of(kind), outcome=found, reason=reason)
     print(counts)
-    assert counts["equal"] > 70
-    assert counts["equal"] + counts["refused"] > 90
+    assert counts[outcomes.EQUAL] > 70
+    assert counts[outcomes.EQUAL] + counts[outcomes.REFUSED] > 90

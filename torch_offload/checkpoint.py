@@ -70,8 +70,10 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
             specs[param] = _cast(param, traveling(values))
 
     # Our own state would bring a torn step back, unless a checkpoint was loaded into it in place.
-    is_torn = any(core.failed_with(state[p][spec.key]) for p in specs for spec in specs[p])
     before = core.failure
+    is_torn = before is not None and any(
+        before.is_about(state[p][spec.key]) for p in specs for spec in specs[p]
+    )
     core.fail("an earlier load_state_dict() stopped half-way. Load a checkpoint to go on.")
     try:
         core.adopt({param: state[param] for param in specs}, specs)

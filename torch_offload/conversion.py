@@ -123,7 +123,7 @@ class _Front:
         clone.__setstate__(copy.deepcopy(cast(Any, core.optimizer).__getstate__(), memo))
         convert(clone, core.config, core.traits)
         if core.failure is not None:
-            cast(Any, clone)._offload_core.fail(core.failure)
+            cast(Any, clone)._offload_core.fail(core.failure.reason)
         return clone
 
 

@@ -17,7 +17,7 @@ import torch
 from .chunk import TensorSpec, split_runs
 from .config import OffloadConfig
 from .distributed import local, storage, wrapped, wrapping
-from .failure import UNFINISHED, half_way
+from .failure import UNFINISHED, Refusal, half_way
 from .forks import keep_in_children
 from .host import HostStore
 from .layout import Home, Layout
@@ -62,10 +62,9 @@ class OffloadCore:
         self.plain_class = plain_class
         self.config = config
         self.traits = traits
-        #: Why no further step is allowed; a checkpoint clears it.
-        self.failure: str | None = None
-        #: Versions of the host tensors at that time, by storage.
-        self._failed_versions: dict[int, int] = {}
+        self._refusal: Refusal | None = None
+        #: Whether a step began to update and has neither ended nor left a refusal.
+        self._is_adrift = False
         #: The instance attribute ``step`` that an LR scheduler had set before the conversion.
         self.scheduler_step: Any = None
         #: The step pre-hook that notices a bypass, and how many steps of ours are running.
@@ -84,7 +83,6 @@ class OffloadCore:
         self._traffic = Traffic()
         self._num_chunks = 0
         self._notices = Notices(plain_class.__name__)
-        self._has_stepped = False
         keep_in_children(self)  # it has events
 
     @property
@@ -169,7 +167,7 @@ class OffloadCore:
             RuntimeError: an earlier step failed half-way and no checkpoint was loaded since.
         """
         if self.failure is not None:
-            raise RuntimeError(self.failure)
+            raise RuntimeError(self.failure.reason)
         optimizer = self.optimizer
         check_duplicates(optimizer.param_groups)
         shards = self._collect(optimizer.param_groups)
@@ -188,7 +186,7 @@ class OffloadCore:
         for device in self._pipelines:
             check_not_capturing(device)
         try:
-            self.failure = UNFINISHED
+            self._is_adrift = True
             for device, pipeline in self._pipelines.items():
                 born, known = by_chunk(shards, device)
                 pipeline.create([self._creation(stepper, chunk) for chunk in born], self._traffic)
@@ -201,13 +199,8 @@ class OffloadCore:
             raise
         self._clock.stop()
         self._num_chunks = stepper.num_chunks
-        if shards and not self._has_stepped:
-            self._has_stepped = True
-            self._notices.no_help(
-                {shard.param.device.type for shard in shards},
-                sum(local(v).nbytes for home in self._layout for v in home.views.values()),
-                self._traffic.staging_bytes,
-            )
+        staging = self._traffic.staging_bytes
+        self._notices.after_step(shards, self._layout, staging, self.config.chunk_bytes)
 
     def stats(self) -> OffloadStats:
         """Return the figures of the last step. Waits for its end."""
@@ -223,20 +216,27 @@ class OffloadCore:
             setup_s=sum(store.setup_s for store in self._stores.values()),
         )
 
-    def warn_if_torn(self) -> None:
-        """Warn whoever saves the state of a step that stopped half-way."""
-        if self.failure is not None:
-            warnings.warn(f"this state is not that of a whole step: {self.failure}", stacklevel=3)
+    @property
+    def failure(self) -> Refusal | None:
+        """Why no further step is allowed; a checkpoint clears it."""
+        if self._is_adrift:
+            self.fail(UNFINISHED)
+        return self._refusal
+
+    @failure.setter
+    def failure(self, refusal: Refusal | None) -> None:
+        self._refusal = refusal
+        self._is_adrift = False
 
     def fail(self, reason: str) -> None:
         """Refuse further steps until a checkpoint is loaded."""
-        self.failure = reason
-        self._failed_versions = {storage(view): local(view)._version for view in self._views()}
+        self.failure = Refusal(reason, self._views())
 
-    def failed_with(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is host state that nobody has written to since :meth:`fail`."""
-        version = self._failed_versions.get(storage(tensor))
-        return version is not None and version == local(tensor)._version
+    def warn_if_torn(self) -> None:
+        """Warn whoever saves the state of a step that stopped half-way."""
+        if self.failure is not None:
+            text = f"this state is not that of a whole step: {self.failure.reason}"
+            warnings.warn(text, stacklevel=3)
 
     def storages(self) -> set[int]:
         """Return the addresses of the storages that make up the host state."""

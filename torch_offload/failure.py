@@ -1,4 +1,4 @@
-"""What a step that did not end leaves to say: which parameters it updated."""
+"""What a step that did not end leaves behind: why there is no further one, and until when."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .distributed import local, storage
+
 #: What is true from the first update of a step until its end is known.
 UNFINISHED = (
     "an earlier optimizer step did not end, and nobody knows how far it came. Load a checkpoint of "
@@ -15,6 +17,24 @@ UNFINISHED = (
 )
 #: Ranges of numbers that a message lists; models with many parameters without gradients have more.
 _MAX_RANGES = 20
+
+
+class Refusal:
+    """Why no further step is allowed, until a checkpoint is loaded.
+
+    Args:
+        reason: the message.
+        views: the tensors of the host state, which are not that of a whole step.
+    """
+
+    def __init__(self, reason: str, views: Iterable[torch.Tensor]) -> None:
+        self.reason = reason
+        self._versions = {storage(view): local(view)._version for view in views}
+
+    def is_about(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is host state that nobody has written to since then."""
+        version = self._versions.get(storage(tensor))
+        return version is not None and version == local(tensor)._version
 
 
 def half_way(

@@ -48,10 +48,13 @@ class Home:
     place: Place
     parts: tuple[Part, ...] = ()
     suits_fused: bool = False
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    views: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    _where: dict[str, tuple[TensorSpec, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        for key in self._places():
+        tensors = zip(self.place.tensors, self.place.offsets, strict=True)
+        self._where = {spec.key: (spec, offset) for spec, offset in tensors}
+        for key in self._where:
             self._renew(key)
 
     def local(self, key: str) -> torch.Tensor:
@@ -63,7 +66,7 @@ class Home:
 
         ``tensor.data = ...`` and ``share_memory_()`` put other memory under the same object.
         """
-        spec, offset = self._places()[key]
+        spec, offset = self._where[key]
         if value is not self.views[key]:
             return False
         view = self.local(key)
@@ -108,12 +111,8 @@ class Home:
         """Return how large a slot must be."""
         return self.hosted.chunk.num_bytes if part is None else self.place.packed(part).stop
 
-    def _places(self) -> dict[str, tuple[TensorSpec, int]]:
-        place = self.place
-        return {s.key: (s, o) for s, o in zip(place.tensors, place.offsets, strict=True)}
-
     def _renew(self, key: str) -> None:
-        spec, offset = self._places()[key]
+        spec, offset = self._where[key]
         self.views[key] = wrapped(self.hosted.block.tensor(spec, offset), spec.wrapping)
 
 

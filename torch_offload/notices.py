@@ -7,8 +7,13 @@ of advice. Without any logging set up, Python prints the line to stderr.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
+
+from .distributed import local
+from .layout import Layout
+from .shard import Shard
 
 LOGGER = logging.getLogger("torch_offload")
 #: Types of devices whose memory is the host's.
@@ -25,6 +30,7 @@ class Notices:
     def __init__(self, name: str) -> None:
         self._name = name
         self._said: set[str] = set()
+        self._has_stepped = False
 
     def slots_reduced(
         self, device: torch.device, asked: int, asked_bytes: int, left: int, left_bytes: int
@@ -44,6 +50,46 @@ class Notices:
             f"this and later steps use {left} ({left_bytes:,} bytes). The numbers are the same, "
             "steps take longer. A smaller chunk_size needs less memory.",
         )
+
+    def after_step(
+        self, shards: Sequence[Shard], layout: Layout, staging_bytes: int, chunk_bytes: int
+    ) -> None:
+        """After the first step that updated something, say what its user may want to change.
+
+        Args:
+            shards: what it updated.
+            layout: where state is.
+            staging_bytes: most bytes of state that were on a device during the step.
+            chunk_bytes: the bound of a chunk.
+        """
+        if self._has_stepped or not shards:
+            return
+        self._has_stepped = True
+        state_bytes = sum(local(view).nbytes for home in layout for view in home.views.values())
+        self.no_help({shard.param.device.type for shard in shards}, state_bytes, staging_bytes)
+        whole = [layout.home(shard.param) for shard in shards if shard.part is None]
+        sizes = [
+            home.hosted.chunk.num_bytes
+            for home in whole
+            if home is not None and home.hosted.chunk.device.type not in _HOST_MEMORY
+        ]
+        self.large_chunks(max(sizes, default=0), chunk_bytes)
+
+    def large_chunks(self, largest_bytes: int, chunk_bytes: int) -> None:
+        """A parameter is updated as a whole, whatever ``chunk_size`` says.
+
+        Args:
+            largest_bytes: the largest chunk with one.
+            chunk_bytes: the bound of a chunk.
+        """
+        if largest_bytes > chunk_bytes:
+            self._once(
+                "large chunks",
+                f"the state of a parameter ({largest_bytes:,} bytes) is larger than chunk_size "
+                f"({chunk_bytes:,} bytes) and can only be updated as a whole, because this "
+                "optimizer's update is not element-wise or the parameter's memory cannot be cut. "
+                "Each slot takes that much memory on the device.",
+            )
 
     def no_help(self, devices: set[str], state_bytes: int, staging_bytes: int) -> None:
         """Offload cannot help: told after the first step that updated something.

@@ -24,6 +24,7 @@ from .conversion import convert
 from .host import Block
 from .layout import Layout
 from .moments import Moment
+from .notices import Notices
 from .pipeline import Pipeline
 from .probe import simple_attributes
 from .random_state import random_state_kept
@@ -163,6 +164,13 @@ class _Piece:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
+class _Silent(Notices):
+    """There is nobody to be told that offload does not help here."""
+
+    def _once(self, topic: str, text: str) -> None:
+        pass
+
+
 class _Store:
     """In place of a host store: nothing is mapped, locked or counted for a trial."""
 
@@ -202,7 +210,7 @@ class TinyOffloaded(Tiny):
         super().__init__(blueprint, backwards=backwards)
         convert(self.optimizer, OffloadConfig(pin_memory=False), traits)
         core = self.optimizer._offload_core
-        core._has_stepped = True  # there is nobody to be told that offload does not help here
+        core._notices = _Silent("")
         store: Any = _Store()
         device = torch.device("cpu")
         core._stores[device] = store

@@ -40,10 +40,10 @@ def difference(one: Moment, other: Moment) -> str | None:
         if not same(one.marks[index], other.marks[index]):
             return f"an attribute of {which}"
     for first, second in zip(one.groups, other.groups, strict=True):
-        for key in first.keys() | second.keys():
+        for key in {**first, **second}:
             if key not in first or key not in second or not same(first[key], second[key]):
                 return f"{key!r} of its parameter group"
-    for key in one.attributes.keys() | other.attributes.keys():
+    for key in {**one.attributes, **other.attributes}:
         a, b = one.attributes, other.attributes
         if key not in a or key not in b or not same(a[key], b[key]):
             return f"its attribute {key!r}"

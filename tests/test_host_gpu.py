@@ -57,7 +57,7 @@ def test_state_larger_than_one_registration_is_exact(small_registrations, chunk_
     assert_same(plain, (params, optimizer))
     stats = offload_stats(optimizer)
     assert stats.pinned_bytes == stats.host_bytes
-    home = optimizer._offload_core._layout.home(params[0])
+    home = optimizer._offload_core.planner.layout.home(params[0])
     assert home.hosted.block.seams
     for values in optimizer.state.values():
         assert torch.equal(values["exp_avg"].to(GPU).cpu(), values["exp_avg"])  # a user's own copy

@@ -137,7 +137,9 @@ def test_host_memory_lives_as_long_as_a_state_tensor_and_no_longer(device, survi
     params, optimizer = train(device, config=SMALL, steps=2)
     kept = optimizer.state[params[0]]["exp_avg"]
     expected = kept.clone()
-    memory = weakref.ref(optimizer._offload_core._layout.home(params[0]).hosted.block.piece.memory)
+    memory = weakref.ref(
+        optimizer._offload_core.planner.layout.home(params[0]).hosted.block.piece.memory
+    )
     del optimizer
     assert survivors() == []
     assert memory() is not None

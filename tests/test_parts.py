@@ -28,7 +28,7 @@ def cut_everywhere(monkeypatch):
 
 
 def num_parts(optimizer: torch.optim.Optimizer) -> int:
-    return max(len(home.parts) for home in optimizer._offload_core._layout)
+    return max(len(home.parts) for home in optimizer._offload_core.planner.layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -76,7 +76,7 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
     )
     core.fail("an earlier load_state_dict() stopped half-way. Load a checkpoint to go on.")
     try:
-        core.adopt({param: state[param] for param in specs}, specs)
+        core.planner.adopt({param: state[param] for param in specs}, specs)
     except MemoryError:
         core.failure = before
         raise

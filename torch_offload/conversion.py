@@ -39,7 +39,7 @@ def convert(plain: Any, config: OffloadConfig, traits: Traits) -> None:
     existing = {param: dict(state) for param, state in plain.state.items() if state}
     if existing:
         with outside_autograd():
-            core.adopt(existing)
+            core.planner.adopt(existing)
     made = _offloaded_class(cast(Any, core.plain_class))
     try:
         plain.__class__ = made

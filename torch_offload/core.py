@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import replace
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 
-from .chunk import TensorSpec, split_runs
+from .chunk import split_runs
 from .config import OffloadConfig
-from .distributed import local, storage, wrapped, wrapping
+from .distributed import local
 from .failure import UNFINISHED, Refusal, half_way
 from .forks import keep_in_children
 from .host import HostStore
-from .layout import Home, Layout
+from .layout import Layout
 from .notices import Notices
 from .pipeline import Born, Creation, Pipeline, Traffic, Update
-from .placement import traveling, travels
+from .placement import traveling
+from .planner import Planner
 from .probe import StateProbe
 from .refusals import (
     check_duplicates,
     check_not_capturing,
     check_order,
-    check_overlap,
-    check_parameter,
 )
-from .shard import Shard, by_chunk, runs, shards_of
+from .shard import Shard, by_chunk, runs
 from .stats import OffloadStats, StepClock
 from .stepper import Stepper
 from .traits import Traits
@@ -75,8 +73,9 @@ class OffloadCore:
         self._stores: dict[torch.device, HostStore] = {}
         # A bound method would be a cycle: host memory would wait for the garbage collector.
         own = weakref.proxy(self)
-        self._layout = Layout(
-            config.chunk_bytes, traits.elementwise, lambda device: own._store_for(device)
+        self.planner = Planner(
+            own,
+            Layout(config.chunk_bytes, traits.elementwise, lambda device: own._store_for(device)),
         )
         self.probe = StateProbe(plain_class)
         self._clock: StepClock | None = None
@@ -103,63 +102,6 @@ class OffloadCore:
         for pipeline in self._pipelines.values():
             pipeline.synchronize()
 
-    def adopt(
-        self,
-        states: Mapping[torch.Tensor, dict[str, Any]],
-        specs: Mapping[torch.Tensor, tuple[TensorSpec, ...]] | None = None,
-    ) -> None:
-        """Move state tensors that somebody made elsewhere to the host, in place in ``states``.
-
-        Args:
-            states: parameter to its state, not empty; what travels becomes a host tensor.
-            specs: dtypes and shapes to store it in; those it has, by default.
-
-        Raises:
-            MemoryError: the host has not enough memory. Nothing has changed.
-        """
-        self.synchronize()
-        if specs is None:
-            specs = {param: traveling(state) for param, state in states.items()}
-        strangers = [(p, wanted) for p, wanted in specs.items() if not self._fits(p, wanted)]
-        if strangers:
-            self._layout.add(strangers)
-        moves: list[tuple[dict[str, Any], Home, str, torch.Tensor]] = []
-        for param, state in states.items():
-            home = self._layout.home(param)
-            assert home is not None
-            moves += [
-                (state, home, key, state[key])
-                for key in home.views
-                if not home.holds(key, state[key])
-            ]
-        # A source may be another parameter's place, when somebody exchanged states.
-        owned = self.storages()
-        # Cloned where they are found, so that an interruption leaves each state its own values.
-        for state, _, key, source in moves:
-            if storage(source) in owned:
-                state[key] = wrapped(local(source).clone(), wrapping(source))
-        for state, home, key, _ in moves:
-            state[key] = home.receive(key, state[key])
-
-    def reserve(self) -> list[tuple[dict[str, Any], torch.Tensor, Home | None]]:
-        """Give every parameter that will get state a home.
-
-        Returns:
-            For each: its group, the parameter, its home; ``None`` where only the first update can
-            tell what state there will be.
-
-        Raises:
-            MemoryError: the host has not enough memory. Nothing has changed.
-        """
-        groups = self.optimizer.param_groups
-        params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
-        self._plan(list(groups), params)
-        return [
-            (groups[index], param, self._layout.home(param))
-            for index, param in params
-            if param.requires_grad
-        ]
-
     def step(self) -> None:
         """Update every parameter that has a gradient. Returns before the device is done.
 
@@ -170,13 +112,13 @@ class OffloadCore:
             raise RuntimeError(self.failure.reason)
         optimizer = self.optimizer
         check_duplicates(optimizer.param_groups)
-        shards = self._collect(optimizer.param_groups)
+        shards = self.planner.collect(optimizer.param_groups)
         for device in {shard.param.device for shard in shards}:
             self._store_for(device)
         check_order(self.traits, shards, self._pipelines)
         stepper = Stepper(
             self.plain_class,
-            self._attributes(),
+            self.attributes(),
             optimizer.param_groups,
             shards,
             has_newcomers=not self.traits.random,
@@ -200,7 +142,7 @@ class OffloadCore:
         self._clock.stop()
         self._num_chunks = stepper.num_chunks
         staging = self._traffic.staging_bytes
-        self._notices.after_step(shards, self._layout, staging, self.config.chunk_bytes)
+        self._notices.after_step(shards, self.planner.layout, staging, self.config.chunk_bytes)
 
     def stats(self) -> OffloadStats:
         """Return the figures of the last step. Waits for its end."""
@@ -230,48 +172,13 @@ class OffloadCore:
 
     def fail(self, reason: str) -> None:
         """Refuse further steps until a checkpoint is loaded."""
-        self.failure = Refusal(reason, self._views())
+        self.failure = Refusal(reason, self.planner.views())
 
     def warn_if_torn(self) -> None:
         """Warn whoever saves the state of a step that stopped half-way."""
         if self.failure is not None:
             text = f"this state is not that of a whole step: {self.failure.reason}"
             warnings.warn(text, stacklevel=3)
-
-    def storages(self) -> set[int]:
-        """Return the addresses of the storages that make up the host state."""
-        return {storage(view) for view in self._views()}
-
-    def _views(self) -> Iterator[torch.Tensor]:
-        for home in self._layout:
-            yield from (view for view in home.views.values() if local(view).numel())
-
-    def _collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Shard]:
-        """Find the parameters that take part, and give every one that needs it a home."""
-        params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
-        for _, param in params:
-            check_parameter(param, self.traits.sparse)
-        self._plan(list(groups), params)
-        state = self.state
-        active = [(index, param) for index, param in params if param.grad is not None]
-        foreign = {
-            param: state[param]
-            for _, param in active
-            if state.get(param) and not self._is_home(param, state[param])
-        }
-        if foreign:
-            # One that rests in this step may be in the place that another one goes back to.
-            self.adopt(
-                {p: state[p] for _, p in params if state.get(p) and not self._is_home(p, state[p])}
-            )
-        found = []
-        for index, param in active:
-            # get, not indexing: an empty entry would stand in checkpoints if the step failed.
-            known = state.get(param) or {}
-            home = self._layout.home(param)
-            fused = bool(self.optimizer.param_groups[index].get("fused"))
-            found += shards_of(index, param, home, known, self.traits.elementwise, fused)
-        return found
 
     def _creation(self, stepper: Stepper, shards: list[Shard]) -> Creation:
         def apply() -> list[Born]:
@@ -283,13 +190,13 @@ class OffloadCore:
             strangers = [
                 (shard.param, wanted)
                 for shard, wanted in zip(shards, specs, strict=True)
-                if not self._fits(shard.param, wanted)
+                if not self.planner.fits(shard.param, wanted)
             ]
             if strangers:
-                self._layout.add(strangers)
+                self.planner.layout.add(strangers)
             born: list[Born] = []
             for shard, state in zip(shards, states, strict=True):
-                home = self._layout.home(shard.param)
+                home = self.planner.layout.home(shard.param)
                 assert home is not None
                 if state is not None:
                     born += [
@@ -302,67 +209,9 @@ class OffloadCore:
 
         return Creation(apply)
 
-    def _plan(
-        self, groups: list[Mapping[str, Any]], params: list[tuple[int, torch.Tensor]]
-    ) -> None:
-        """Give a home to every parameter that will have state and has none that fits."""
-        state = self.state
-        self.probe.attributes = self._attributes()
-        missing: list[tuple[torch.Tensor, tuple[TensorSpec, ...]]] = []
-        unknown: list[torch.Tensor] = []
-        num_wanted = 0
-        for index, param in params:
-            if not param.requires_grad and param.grad is None:
-                continue  # frozen: no state, so no host memory
-            num_wanted += 1
-            if state.get(param):
-                if self._layout.home(param) is None:
-                    missing.append((param, traveling(state[param])))
-            elif param.grad is not None or self._layout.home(param) is None:
-                specs = self._probed(groups[index], param)
-                if specs is None:
-                    unknown.append(param)
-                elif not self._fits(param, specs):
-                    missing.append((param, specs))
-        if missing or len(self._layout) > num_wanted:
-            self._layout.keep_only(param for _, param in params)
-        for param in unknown:
-            self._layout.forget(param)
-        if missing:
-            check_overlap([param for _, param in params])
-            self._layout.add(missing)
-
-    def _probed(
-        self, group: Mapping[str, Any], param: torch.Tensor
-    ) -> tuple[TensorSpec, ...] | None:
-        """Tell what state ``param`` will have; ``None`` where only its first update can tell."""
-        own = wrapping(param)
-        if own is None:
-            return self.probe.specs(group, param)
-        if not self.traits.elementwise:
-            return None  # a step on meta tensors would communicate
-        specs = self.probe.specs(group, local(param))
-        shape = tuple(local(param).shape)
-        return specs and tuple(
-            replace(spec, wrapping=own) if spec.shape == shape else spec for spec in specs
-        )
-
-    def _attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, Any]:
         """Everything that a stand-in shares with the optimizer, GradScaler's tensors included."""
         return {k: v for k, v in self.optimizer.__dict__.items() if k not in _OWN_ATTRIBUTES}
-
-    def _fits(self, param: torch.Tensor, wanted: tuple[TensorSpec, ...]) -> bool:
-        home = self._layout.home(param)
-        return home is not None and home.fits(wanted)
-
-    def _is_home(self, param: torch.Tensor, state: Mapping[str, Any]) -> bool:
-        home = self._layout.home(param)
-        if home is None:
-            return False
-        return home.views.keys() <= state.keys() and all(
-            home.holds(key, value) if key in home.views else not travels(key, value)
-            for key, value in state.items()
-        )
 
     def _store_for(self, device: torch.device) -> HostStore:
         if device not in self._stores:

@@ -146,7 +146,7 @@ def _templates(core: OffloadCore) -> dict[Any, _Template] | None:
     """
     shown = _shown.setdefault(core, {})
     found: dict[Any, Mapping[str, Any] | None] = {}
-    for group, param, home in core.reserve():
+    for group, param, home in core.planner.reserve():
         template = shown.get(_key(param))
         views = {} if home is None else home.views
         if template is not None and all(

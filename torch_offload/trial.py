@@ -215,8 +215,8 @@ class TinyOffloaded(Tiny):
         device = torch.device("cpu")
         core._stores[device] = store
         core._pipelines[device] = Pipeline(device, core.config.num_slots, core._notices)
-        core._layout = _Chunks(core.config.chunk_bytes, False, lambda device: store)
-        core._layout.num_params = num_params
+        core.planner.layout = _Chunks(core.config.chunk_bytes, False, lambda device: store)
+        core.planner.layout.num_params = num_params
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step chunk by chunk."""

@@ -8,7 +8,6 @@ all schemes must end with the same bits. Writes one JSON record; `tables.py` mak
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import time
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from measuring import COPY_BYTES, free, link_samples, memory, reset_peak, synchronize, timed
 from record import RESULTS, Record, commit, environment, write
 from schemes import (
     STATE_BYTES_PER_PARAM,
@@ -37,7 +37,6 @@ from tables import rich_table, same_bits
 from torch_offload import OffloadConfig, offload_stats
 
 WARM_UP_STEPS = 2  # the first is reported by itself
-COPY_BYTES = 256 * 2**20
 CHECK_STEPS = 6
 
 
@@ -119,74 +118,6 @@ def variants(configs: list[OffloadConfig], *, reference_chunk_bytes: int) -> lis
         ),
         *(ours(config) for config in configs),
     ]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def free(device: torch.device) -> None:
-    """Give unused memory of the device and of the host back to the system."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
-
-
-def memory(device: torch.device) -> Record:
-    """Return the device's memory figures, in bytes; all None without a GPU."""
-    names = ("allocated", "reserved", "peak_allocated", "peak_reserved")
-    if device.type != "cuda":
-        return dict.fromkeys(f"{name}_bytes" for name in names)
-    cuda = torch.cuda
-    reads = (
-        cuda.memory_allocated,
-        cuda.memory_reserved,
-        cuda.max_memory_allocated,
-        cuda.max_memory_reserved,
-    )
-    return {f"{name}_bytes": read(device) for name, read in zip(names, reads, strict=True)}
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begin a new measurement of peak memory."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def timed(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the seconds from an idle device to an idle device."""
-    synchronize(device)
-    began = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - began
-
-
-def duplex_samples(device: torch.device, repeats: int = 7) -> list[float]:
-    """Return bytes per second each way, both ways at once, in copies of 256 MiB of pinned memory.
-
-    Each sample moves 4 GiB each way. Empty without a GPU.
-    """
-    if device.type != "cuda":
-        return []
-    num_pieces, num_rounds = 4, 4  # 1 GiB of host memory each way: no cache holds it
-    host = [torch.empty(num_pieces, COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "io"]
-    slot = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in "io"]
-    streams = [torch.cuda.Stream(device) for _ in "io"]
-
-    def both_ways() -> None:
-        for piece in [*range(num_pieces)] * num_rounds:
-            with torch.cuda.stream(streams[0]):
-                slot[0].copy_(host[0][piece], non_blocking=True)
-            with torch.cuda.stream(streams[1]):
-                host[1][piece].copy_(slot[1], non_blocking=True)
-
-    timed(device, both_ways)  # warm up
-    return [num_rounds * num_pieces * COPY_BYTES / timed(device, both_ways) for _ in range(repeats)]
 
 
 def measure(
@@ -334,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.empty(case.state_bytes, dtype=torch.uint8).fill_(1)
         tick()
         phase("bandwidth of the link")
-        bandwidth = duplex_samples(device)
+        bandwidth = link_samples(device)["duplex"]
         tick()
         results, pin_s, host = [], None, HostState()
         for variant in everything:
@@ -349,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
             phase(variant.name)
             results.append(measure(variant, case, host, args.steps, tick))
         phase("bandwidth of the link, again")
-        bandwidth += duplex_samples(device)
+        bandwidth += link_samples(device)["duplex"]
         tick()
     median = statistics.median(bandwidth) if bandwidth else None
     record = {

@@ -71,12 +71,16 @@ def environment(device: torch.device) -> Record:
     }
 
 
-def write(record: Record, folder: Path) -> Path:
-    """Write the record under a name made of benchmark, device and date, and return the path."""
+def write(record: Record, out: Path) -> Path:
+    """Write the record and return its path.
+
+    ``out`` is that path where it ends in ``.json``, else a folder: the name is then made of
+    benchmark, device and date.
+    """
     device = re.sub(r"[^a-z0-9]+", "-", record["device"].lower()).strip("-")
     date = re.sub(r"[^0-9T]", "", record["date"].split("+")[0])
-    path = folder / f"{record['benchmark']}-{device}-{date}.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    path = out if out.suffix == ".json" else out / f"{record['benchmark']}-{device}-{date}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 

@@ -237,3 +237,26 @@ def test_configuration_in_words():
     assert OffloadConfig.from_text({"chunk_size": "77", "pin_memory": True}).chunk_size == 77
     assert OffloadConfig.from_text({"pin_memory": " YES "}).pin_memory
     assert not OffloadConfig.from_text({"pin_memory": "off"}).pin_memory
+
+
+@pytest.mark.parametrize("since", ["the start", "a checkpoint", "a later step"])
+def test_parameters_over_the_same_memory(since):
+    """Whoever has state already is looked at as well."""
+    memory = torch.randn(64)
+    params = [torch.nn.Parameter(memory[:40]), torch.nn.Parameter(memory[20:])]
+    if since == "a later step":
+        params[1] = torch.nn.Parameter(torch.randn(40))
+    optimizer = torch.optim.AdamW(params, foreach=True)
+    set_grads(params, 0)
+    optimizer.step()
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    if since == "a checkpoint":
+        optimizer = torch.optim.AdamW(params, foreach=True)
+        offload(optimizer).load_state_dict(checkpoint)
+    else:
+        offload(optimizer)
+    if since == "a later step":
+        optimizer.step()
+        params[1].data = params[0].data
+    with pytest.raises(NotImplementedError, match="share memory"):
+        optimizer.step()

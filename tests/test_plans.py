@@ -21,7 +21,7 @@ from torch_offload.chunk import (
     plan_chunks,
     split_runs,
 )
-from torch_offload.schedule import Job, plan_schedule
+from torch_offload.schedule import Job, Schedule, plan_schedule
 
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1)]
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.uint8]
@@ -183,6 +183,41 @@ def test_copies_run_ahead_of_updates():
     order = [(op.job.value, op.chunk) for op in plan_schedule(4, 3)]
     assert order[:4] == [("h2d", 0), ("h2d", 1), ("h2d", 2), ("update", 0)]
     assert order.index(("h2d", 3)) < order.index(("update", 1))
+
+
+@given(st.data(), st.integers(1, 5), st.integers(0, 20))
+def test_chunks_may_come_in_any_order_or_not_at_all(data, num_slots, num_chunks):
+    """Each update finds its own chunk in its slot, copied in since the slot was last filled."""
+    schedule = Schedule(num_slots)
+    first = data.draw(st.integers(0, num_chunks))
+    ops = schedule.expect(range(first)) + schedule.expect(range(first, num_chunks))
+    come = data.draw(st.permutations(range(num_chunks)))
+    come = come[: data.draw(st.integers(0, num_chunks))]
+    content: dict[int, int] = {}
+    for chunk in [None, *come]:
+        ops += [] if chunk is None else schedule.update(chunk)
+        jobs = [(op.job, op.chunk) for op in ops if op.job is not Job.COPY_IN]
+        assert jobs == ([] if chunk is None else [(Job.UPDATE, chunk), (Job.COPY_OUT, chunk)])
+        for op in ops:
+            assert 0 <= op.slot < num_slots
+            if op.job is Job.COPY_IN:
+                content[op.slot] = op.chunk
+            else:
+                assert content[op.slot] == op.chunk
+        ops = []
+    rest = set(range(num_chunks)) - set(come)
+    assert set(schedule.loaded) <= rest
+    if come == list(range(len(come))):  # in order: the next ones are in the slots
+        assert schedule.loaded == tuple(sorted(rest))[:num_slots]
+
+
+def test_each_chunk_is_copied_in_once_though_two_of_them_never_come():
+    schedule = Schedule(3)
+    ops = schedule.expect(range(10))
+    for chunk in [1, 2, 3, 5, 6, 7, 8, 9]:
+        ops += schedule.update(chunk)
+    copied_in = [op.chunk for op in ops if op.job is Job.COPY_IN]
+    assert sorted(copied_in) == list(range(10))
 
 
 @given(

@@ -9,13 +9,23 @@ those of the plain optimizer::
 """
 
 from .config import OffloadConfig
-from .optimizer import is_offloaded, offload, offload_stats, synchronize, unoffload
+from .optimizer import (
+    attach_model,
+    is_offloaded,
+    last_microbatch,
+    offload,
+    offload_stats,
+    synchronize,
+    unoffload,
+)
 from .stats import OffloadStats
 
 __all__ = [
     "OffloadConfig",
     "OffloadStats",
+    "attach_model",
     "is_offloaded",
+    "last_microbatch",
     "offload",
     "offload_stats",
     "synchronize",

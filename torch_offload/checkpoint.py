@@ -72,8 +72,13 @@ def load_state_dict(core: OffloadCore, state_dict: Mapping[str, Any]) -> None:
     # Our own state would bring a torn step back, unless a checkpoint was loaded into it in place.
     before = core.failure
     is_torn = before is not None and any(
-        before.is_about(state[p][spec.key]) for p in specs for spec in specs[p]
+        before.is_about(value)
+        for values in loaded["state"].values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
     )
+    if core.overlap is not None:
+        core.overlap.reset()
     core.fail("an earlier load_state_dict() stopped half-way. Load a checkpoint to go on.")
     try:
         core.planner.adopt({param: state[param] for param in specs}, specs)

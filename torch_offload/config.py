@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+#: When chunks can be updated.
+OVERLAPS = ("step", "backward", "forward")
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -92,6 +95,11 @@ class OffloadConfig:
         num_slots: device buffers of one chunk each, at least 2. Three let copy-in, update and
             copy-out of three chunks run at once. GPU memory during a step is at most
             ``num_slots * chunk_size``, plus what parameters that cannot be cut have beyond it.
+        overlap: when chunks are updated. ``"step"``: in ``step()``. ``"backward"``: as soon as
+            their gradients are final, while backward goes on. Whoever reads or changes gradients
+            or hyper-parameters between ``backward()`` and ``step()`` then gets an error.
+            ``"forward"``: ``step()`` returns at once, and parameters wait for their own updates
+            until the next forward uses them; needs :func:`attach_model`.
         pin_memory: keep host state in page-locked memory. Without it copies are slower and do not
             overlap with anything; the numbers are the same.
 
@@ -101,6 +109,7 @@ class OffloadConfig:
 
     chunk_size: int | str = "512MiB"
     num_slots: int = 3
+    overlap: str = "step"
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -112,13 +121,17 @@ class OffloadConfig:
                 f"num_slots={self.num_slots} leaves no second buffer to copy into while the first "
                 "is updated. Use 2 or more; 3 is the default."
             )
+        if self.overlap not in OVERLAPS:
+            raise ValueError(
+                f"overlap={self.overlap!r} is not known. Use one of {', '.join(OVERLAPS)}."
+            )
         if not isinstance(self.pin_memory, bool):
             raise ValueError(f"pin_memory={self.pin_memory!r} is not a bool. Use True or False.")
 
     def __repr__(self) -> str:
         return (
             f"OffloadConfig(chunk_size={format_size(self.chunk_bytes)!r}, "
-            f"num_slots={self.num_slots}, pin_memory={self.pin_memory})"
+            f"num_slots={self.num_slots}, overlap={self.overlap!r}, pin_memory={self.pin_memory})"
         )
 
     @property

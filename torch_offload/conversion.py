@@ -11,6 +11,7 @@ import copy
 import copyreg
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +24,7 @@ from .checkpoint import load_state_dict
 from .config import OffloadConfig
 from .core import OffloadCore
 from .dcp import settle
+from .standin import outside_autograd
 from .traits import Traits
 
 
@@ -47,6 +49,8 @@ def convert(plain: Any, config: OffloadConfig, traits: Traits) -> None:
         core.guard = plain.register_step_pre_hook(_refuse_bypass)
         plain.__dict__.pop("step", None)
         core.state.update(existing)
+        if core.overlap is not None:
+            core.overlap.watch()
     except BaseException:
         restore(plain, core)
         raise
@@ -55,6 +59,8 @@ def convert(plain: Any, config: OffloadConfig, traits: Traits) -> None:
 def restore(plain: Any, core: OffloadCore) -> None:
     """Give the optimizer the class and the ``step`` that it had."""
     plain.__class__ = core.plain_class
+    if core.overlap is not None:
+        core.overlap.unwatch()
     if core.guard is not None:
         core.guard.remove()
     if core.scheduler_step is not None:
@@ -107,24 +113,41 @@ class _Front:
         # offload() what was unpickled, or load a checkpoint, before it steps on a GPU.
         core = self._offload_core
         core.warn_if_torn()
-        optimizer = cast(Any, core.optimizer)
-        reduced: Any = core.plain_class.__reduce_ex__(optimizer, protocol)
-        function, arguments, *rest = reduced
+        with _as_plain(core) as optimizer:
+            function, *rest = optimizer.__reduce_ex__(protocol)
         # copyreg's function for new objects would insist on the object's own class.
         if function is getattr(copyreg, "__newobj__"):  # noqa: B009
             function = core.plain_class.__new__
-        plain = [core.plain_class if item is type(optimizer) else item for item in arguments]
-        return function, tuple(plain), *rest
+        return function, *rest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         core = self._offload_core
-        clone = object.__new__(core.plain_class)
-        memo[id(self)] = clone
-        clone.__setstate__(copy.deepcopy(cast(Any, core.optimizer).__getstate__(), memo))
+        with _as_plain(core) as optimizer:
+            clone = copy.deepcopy(optimizer, memo)
         convert(clone, core.config, core.traits)
         if core.failure is not None:
             cast(Any, clone)._offload_core.fail(core.failure.reason)
         return clone
+
+
+@contextmanager
+def _as_plain(core: OffloadCore) -> Iterator[Any]:
+    """Let the optimizer be what it was before the conversion, with its state on the host."""
+    optimizer = cast(Any, core.optimizer)
+    core.synchronize()
+    made = type(optimizer)
+    hooks = optimizer._optimizer_step_pre_hooks
+    try:
+        optimizer._optimizer_step_pre_hooks = OrderedDict(
+            (key, hook) for key, hook in hooks.items() if hook is not _refuse_bypass
+        )
+        del optimizer.__dict__["_offload_core"]
+        optimizer.__class__ = core.plain_class
+        yield optimizer
+    finally:
+        optimizer.__class__ = made
+        optimizer.__dict__["_offload_core"] = core
+        optimizer._optimizer_step_pre_hooks = hooks
 
 
 @cache
@@ -211,11 +234,3 @@ def _refuse_bypass(optimizer: Any, *_: Any) -> None:
             "a step() that was bound before offload() was called and would go past it. Call "
             "offload() before the optimizer is wrapped, or give it the wrapper."
         )
-
-
-@contextmanager
-def outside_autograd() -> Iterator[None]:
-    """Run without autograd, and not as inference either."""
-    # Lightning validates under inference mode; state born there could never be updated again.
-    with torch.inference_mode(False), torch.no_grad():
-        yield

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from .backward import BackwardOverlap
 from .chunk import split_runs
 from .config import OffloadConfig
 from .distributed import local
 from .failure import UNFINISHED, Refusal, half_way
 from .forks import keep_in_children
+from .forward import ForwardOverlap, ForwardRun
 from .host import HostStore
 from .layout import Layout
 from .notices import Notices
@@ -30,6 +33,7 @@ from .refusals import (
     check_not_capturing,
     check_order,
 )
+from .run import Run
 from .shard import Shard, by_chunk, runs
 from .stats import OffloadStats, StepClock
 from .stepper import Stepper
@@ -37,6 +41,12 @@ from .traits import Traits
 
 #: Attributes of an optimizer that a stand-in does not share with it.
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
+
+
+_OVERLAPS: dict[str, Callable[..., BackwardOverlap | ForwardOverlap]] = {
+    "backward": BackwardOverlap,
+    "forward": ForwardOverlap,
+}
 
 
 class OffloadCore:
@@ -69,7 +79,7 @@ class OffloadCore:
         self.guard: Any = None
         self.entered = 0
         self.num_loads = 0
-        self._pipelines: dict[torch.device, Pipeline] = {}
+        self.pipelines: dict[torch.device, Pipeline] = {}
         self._stores: dict[torch.device, HostStore] = {}
         # A bound method would be a cycle: host memory would wait for the garbage collector.
         own = weakref.proxy(self)
@@ -80,8 +90,10 @@ class OffloadCore:
         self.probe = StateProbe(plain_class)
         self._clock: StepClock | None = None
         self._traffic = Traffic()
-        self._num_chunks = 0
-        self._notices = Notices(plain_class.__name__)
+        self._num_chunks = self._num_early = 0
+        self.notices = Notices(plain_class.__name__)
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self.overlap = _OVERLAPS[config.overlap](own) if config.overlap != "step" else None
         keep_in_children(self)  # it has events
 
     @property
@@ -99,7 +111,7 @@ class OffloadCore:
 
     def synchronize(self) -> None:
         """Block the CPU until the host state is that of the last step (I4)."""
-        for pipeline in self._pipelines.values():
+        for pipeline in self.pipelines.values():
             pipeline.synchronize()
 
     def step(self) -> None:
@@ -112,37 +124,76 @@ class OffloadCore:
             raise RuntimeError(self.failure.reason)
         optimizer = self.optimizer
         check_duplicates(optimizer.param_groups)
-        shards = self.planner.collect(optimizer.param_groups)
+        run: Run | ForwardRun | None = self.overlap.before_step() if self.overlap else None
+        shards = self.planner.collect(optimizer.param_groups, run.done if run else frozenset())
         for device in {shard.param.device for shard in shards}:
             self._store_for(device)
-        check_order(self.traits, shards, self._pipelines)
-        stepper = Stepper(
-            self.plain_class,
-            self.attributes(),
-            optimizer.param_groups,
-            shards,
-            has_newcomers=not self.traits.random,
-        )
-        self._clock = StepClock(self._pipelines)
-        self._traffic = Traffic()
-        for device in self._pipelines:
+        check_order(self.traits, shards, self.pipelines)
+        stepper = run.stepper if run is not None and run.stepper else self.new_stepper()
+        if not self.traits.random:
+            stepper.expect(shards)
+        self._clock = StepClock(self.pipelines)
+        self._traffic = run.traffic if run is not None else Traffic()
+        for device in self.pipelines:
             check_not_capturing(device)
+        num_early = stepper.num_chunks
         try:
             self._is_adrift = True
-            for device, pipeline in self._pipelines.items():
+            for device, pipeline in self.pipelines.items():
                 born, known = by_chunk(shards, device)
                 pipeline.create([self._creation(stepper, chunk) for chunk in born], self._traffic)
-                pipeline.update([_update(stepper, chunk) for chunk in known], self._traffic)
+                if run is None:
+                    work = [self.update_of(chunk, stepper) for chunk in known]
+                    pipeline.update(work, self._traffic)
+                else:
+                    run.finish(device, known)
+            if run is not None:
+                run.end()
             stepper.finish()
+            for key in self.attributes().keys() - stepper.attributes.keys():
+                del optimizer.__dict__[key]
             optimizer.__dict__.update(stepper.attributes)
             self.failure = None
         except BaseException as error:
-            self._after_failure(stepper, error)
+            self.after_failure(stepper, error)
             raise
         self._clock.stop()
-        self._num_chunks = stepper.num_chunks
+        self._num_chunks, self._num_early = stepper.num_chunks, num_early
         staging = self._traffic.staging_bytes
-        self._notices.after_step(shards, self.planner.layout, staging, self.config.chunk_bytes)
+        self.notices.after_step(shards, self.planner.layout, staging, self.config.chunk_bytes)
+        if self.overlap:
+            self.overlap.after_step()
+
+    def new_stepper(self, own_tensors: bool = False) -> Stepper:
+        """Begin a step with the hyper-parameters as they are now.
+
+        Args:
+            own_tensors: those on a device may change before the updates are done.
+        """
+        groups = self.optimizer.param_groups
+        return Stepper(self.plain_class, self.attributes(), groups, own_tensors)
+
+    def update_of(self, shards: list[Shard], stepper: Stepper | None = None) -> Update:
+        """Describe the update of one chunk, all with state; without a stepper it is given later."""
+        home = shards[0].home
+        assert home is not None, "a parameter with state has a home"
+        block = home.hosted.block
+        return Update(
+            block=block.bytes,
+            runs=split_runs(runs(shards), block.seams),
+            slot_bytes=max(home.slot_bytes(shard.part) for shard in shards),
+            apply=None if stepper is None else partial(stepper.update, shards),
+        )
+
+    def model(self) -> torch.nn.Module | None:
+        """Return the model that was attached, if it lives."""
+        return self._model() if self._model is not None else None
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Know the model whose parameters these are."""
+        self._model = weakref.ref(model)
+        if self.overlap:
+            self.overlap.watch()
 
     def stats(self) -> OffloadStats:
         """Return the figures of the last step. Waits for its end."""
@@ -151,6 +202,7 @@ class OffloadCore:
             d2h_bytes=self._traffic.d2h_bytes,
             step_s=self._clock.seconds() if self._clock else 0.0,
             num_chunks=self._num_chunks,
+            num_early_chunks=self._num_early,
             num_slots=self._traffic.num_slots,
             staging_bytes=self._traffic.staging_bytes,
             host_bytes=sum(store.num_bytes for store in self._stores.values()),
@@ -172,7 +224,13 @@ class OffloadCore:
 
     def fail(self, reason: str) -> None:
         """Refuse further steps until a checkpoint is loaded."""
-        self.failure = Refusal(reason, self.planner.views())
+        scalars = [
+            value
+            for state in self.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and not value.dim()
+        ]
+        self.failure = Refusal(reason, [*self.planner.views(), *scalars])
 
     def warn_if_torn(self) -> None:
         """Warn whoever saves the state of a step that stopped half-way."""
@@ -215,33 +273,22 @@ class OffloadCore:
 
     def _store_for(self, device: torch.device) -> HostStore:
         if device not in self._stores:
-            pipeline = self._pipelines[device] = Pipeline(
-                device, self.config.num_slots, self._notices
+            pipeline = self.pipelines[device] = Pipeline(
+                device, self.config.num_slots, self.notices
             )
             self._stores[device] = HostStore(
                 device, self.config.pin_memory, before_release=pipeline.synchronize
             )
         return self._stores[device]
 
-    def _after_failure(self, stepper: Stepper, error: BaseException) -> None:
+    def after_failure(self, stepper: Stepper, error: BaseException) -> None:
+        """Refuse further steps, unless nothing was changed."""
         changed = stepper.has_changed_anything()
         if changed:
             # First of all: whatever happens below, this state is not that of a whole step.
             self.fail(half_way(error, self.optimizer.param_groups, stepper.started))
-        for device in self._pipelines:
+        for device in self.pipelines:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
         if not changed:
             self.failure = None
-
-
-def _update(stepper: Stepper, shards: list[Shard]) -> Update:
-    home = shards[0].home
-    assert home is not None, "a parameter with state has a home"
-    block = home.hosted.block
-    return Update(
-        block=block.bytes,
-        runs=split_runs(runs(shards), block.seams),
-        slot_bytes=max(home.slot_bytes(shard.part) for shard in shards),
-        apply=lambda slot: stepper.update(shards, slot),
-    )

@@ -11,7 +11,8 @@ died, it gets that one's place, which nobody needs any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,14 @@ import torch
 from .chunk import Chunk, Part, Place, TensorSpec, cut_parts, in_whole_vectors, plan_chunks
 from .distributed import local, wrapped
 from .host import Block, HostStore
+
+
+def _num_references(values: Mapping[str, object], key: str) -> int:
+    return sys.getrefcount(values[key])
+
+
+#: To what only a dict holds; it depends on the version of Python.
+_ALONE = _num_references({"": object()}, "")
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +92,19 @@ class Home:
         wanted = list(wanted)
         return own.keys() == {spec.key for spec in wanted} and all(
             own[spec.key].same_kind(spec) for spec in wanted
+        )
+
+    def is_lent(self, state: Mapping[str, Any], coming: Mapping[str, Any]) -> bool:
+        """Whether somebody keeps a tensor of here that would be written over.
+
+        Args:
+            state: the parameter's entry of ``optimizer.state``.
+            coming: what is about to be put here.
+        """
+        return any(
+            coming.get(key) is not self.views[key]
+            and _num_references(self.views, key) > _ALONE + (state.get(key) is self.views[key])
+            for key in self.views
         )
 
     def receive(self, key: str, source: torch.Tensor) -> torch.Tensor:

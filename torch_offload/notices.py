@@ -91,6 +91,14 @@ class Notices:
                 "Each slot takes that much memory on the device.",
             )
 
+    def not_beside(self, overlap: str, reason: str) -> None:
+        """A step is taken as a whole, though another overlap was asked for."""
+        self._once(
+            f"{overlap}: {reason}",
+            f"overlap={overlap!r} has no effect: {reason}. The numbers are the same, and step() "
+            "takes as long as the copies.",
+        )
+
     def no_help(self, devices: set[str], state_bytes: int, staging_bytes: int) -> None:
         """Offload cannot help: told after the first step that updated something.
 

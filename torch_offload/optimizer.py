@@ -7,6 +7,7 @@ wrappers of Lightning and Accelerate go on working.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
@@ -14,12 +15,13 @@ import torch
 
 from .admission import check_optimizer
 from .config import OffloadConfig
-from .conversion import Offloaded, convert, outside_autograd, restore, scheduled_step
+from .conversion import Offloaded, convert, restore, scheduled_step
 from .core import OffloadCore
 from .dcp import install
 from .distributed import local, wrapped, wrapping
 from .placement import travels
 from .refusals import check_step_attribute
+from .standin import outside_autograd
 from .stats import OffloadStats
 
 O = TypeVar("O")  # noqa: E741
@@ -30,7 +32,9 @@ _WRAPPER_PACKAGES = frozenset(
 )
 
 
-def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
+def offload(
+    optimizer: O, config: OffloadConfig | None = None, model: torch.nn.Module | None = None
+) -> O:
     """Convert ``optimizer`` in place so that its state lives in host memory, and return it.
 
     State that it already has moves to the host now; otherwise host memory is allocated by the
@@ -43,6 +47,7 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
             out on tiny CPU copies.
         config: sizes; ``OffloadConfig()`` by default. An optimizer that is already offloaded stays
             as it is when ``config`` is ``None`` or the one that it has.
+        model: see :func:`attach_model`.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer.
@@ -65,7 +70,36 @@ def offload(optimizer: O, config: OffloadConfig | None = None) -> O:
     install(_find_core)
     convert(plain, OffloadConfig() if config is None else config, traits)
     _recapture_step(optimizer)
+    if model is not None:
+        attach_model(optimizer, model)
     return optimizer
+
+
+def attach_model(optimizer: object, model: torch.nn.Module) -> None:
+    """Say whose parameters ``optimizer`` updates, in the form that is called in training.
+
+    Args:
+        optimizer: an offloaded optimizer, or a framework's wrapper of one.
+        model: the outermost module (DDP, a compiled module). It is held weakly.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    _core(_unwrap(optimizer)).attach(model)
+
+
+def last_microbatch(optimizer: object) -> AbstractContextManager[None]:
+    """Say which backward makes the gradients of a step final, where several accumulate.
+
+    ``with last_microbatch(optimizer): loss.backward()``. With ``overlap="backward"`` chunks are
+    updated inside of it only. A loop that never uses it may accumulate over a fixed number of
+    micro-batches: after the first step that number is known. In other modes it does nothing.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    overlap = _core(_unwrap(optimizer)).overlap
+    return nullcontext() if overlap is None else overlap.last_microbatch()
 
 
 def unoffload(optimizer: O) -> O:

@@ -14,7 +14,7 @@ import torch
 
 from .chunk import Run
 from .notices import Notices
-from .schedule import Job, plan_schedule
+from .schedule import Job, Op, Schedule, plan_schedule
 from .streams import CopyStreams, Handoff, caller_stream, on
 
 #: A new state tensor on the device and the host tensor that will own its values.
@@ -29,13 +29,13 @@ class Update:
         block: the chunk's host bytes, uint8.
         runs: the bytes that travel; the others have no gradient in this step.
         slot_bytes: how large its slot must be.
-        apply: updates the chunk in place; given the slot.
+        apply: updates the chunk in place; given the slot. ``None`` where it becomes known later.
     """
 
     block: torch.Tensor
     runs: tuple[Run, ...]
     slot_bytes: int
-    apply: Callable[[torch.Tensor], None]
+    apply: Callable[[torch.Tensor], None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -81,18 +81,24 @@ class Pipeline:
         # Without streams there is nothing that would wait for a copy.
         self._is_async = self.streams.d2h is not None
         self._written: Handoff[None] | None = None
+        self._read: Handoff[None] | None = None
+        #: Slots that stay allocated between steps.
+        self._kept: list[Handoff[torch.Tensor]] = []
         #: Copies may be in flight that no handoff tells of: a run was interrupted, and so was its
         #: end.
         self._adrift = False
 
     def synchronize(self) -> None:
-        """Block the CPU until every copy out has arrived on the host (I4)."""
+        """Block the CPU until every copy from and to the host has ended (I4)."""
         if self._adrift and self._is_async:
             torch.accelerator.synchronize(self.device)
         self._adrift = False
         if self._written is not None:
             self._written.take_on_cpu()  # I4
             self._written = None
+        if self._read is not None:
+            self._read.take_on_cpu()
+            self._read = None
 
     def update(self, work: Sequence[Update], traffic: Traffic) -> None:
         """Copy in, update and copy out every chunk of ``work``. Returns before it is done.
@@ -105,35 +111,39 @@ class Pipeline:
         """
         if not work:
             return
-        h2d, d2h = self.streams.h2d, self.streams.d2h
         caller = caller_stream(self.device)
-        buffers = self._allocate(work)
-        slots = [Handoff(buffer, caller) for buffer in buffers]
-        traffic.num_slots = max(traffic.num_slots, len(slots))
-        traffic.staging_bytes = max(traffic.staging_bytes, sum(b.numel() for b in buffers))
-        self._adrift = True
+        kept = self._kept_for(work)
+        slots = kept or [Handoff(buffer, caller) for buffer in self._allocate(work)]
+        flow = Flow(self, caller, slots, traffic)
         try:
-            for op in plan_schedule(len(work), len(slots)):
-                item = work[op.chunk]
-                if op.job is Job.COPY_IN:
-                    buffer = slots[op.slot].take(h2d)  # I1 when it was emptied, I6 when it is new
-                    self._copy_in(item, buffer)
-                    slots[op.slot] = Handoff(buffer, h2d)
-                    traffic.h2d_bytes += item.num_bytes
-                elif op.job is Job.UPDATE:
-                    buffer = slots[op.slot].take(caller)  # I2
-                    item.apply(buffer)
-                    slots[op.slot] = Handoff(buffer, caller)
-                else:
-                    buffer = slots[op.slot].take(d2h)  # I3
-                    self._copy_out(item, buffer)
-                    slots[op.slot] = Handoff(buffer, d2h)
-                    traffic.d2h_bytes += item.num_bytes
+            flow.expect(work)
+            for number in range(len(work)):
+                flow.update(number)
         finally:
-            for slot in slots:
-                slot.take(caller)  # I5
-            self._written = Handoff(None, d2h)
-            self._adrift = False
+            flow.give_back(self.streams.side if kept else caller)
+
+    def flow_beside(self, work: Sequence[Update], traffic: Traffic) -> Flow:
+        """Begin to update these chunks, and others, on the side stream.
+
+        The slots are kept from then on, so that the first chunks of a step can be copied in before
+        it begins. Only one such flow may be in use at a time.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for even one slot. Nothing was changed.
+        """
+        kept = self._kept_for(work)
+        if kept is None:
+            self._kept = []
+            with on(self.streams.side):
+                buffers = self._allocate(work, alike=True)
+            kept = self._kept = [Handoff(buffer, self.streams.side) for buffer in buffers]
+        return Flow(self, self.streams.side, kept, traffic)
+
+    def _kept_for(self, work: Sequence[Update]) -> list[Handoff[torch.Tensor]] | None:
+        """Return the slots that are kept, if they are large enough."""
+        needed = max((item.slot_bytes for item in work), default=0)
+        fits = self._kept and all(slot.peek().numel() >= needed for slot in self._kept)
+        return self._kept if fits else None
 
     def create(self, work: Sequence[Creation], traffic: Traffic) -> None:
         """Update parameters that have no state yet and move the new state to the host.
@@ -173,10 +183,9 @@ class Pipeline:
             for slot in slots:
                 if slot is not None:
                     slot.take(caller)  # I5
-            self._written = Handoff(None, d2h)
-            self._adrift = False
+            self.copies_end_here()
 
-    def _allocate(self, work: Sequence[Update]) -> list[torch.Tensor]:
+    def _allocate(self, work: Sequence[Update], alike: bool = False) -> list[torch.Tensor]:
         """Allocate the slots for ``work``; fewer where the device has no memory for all.
 
         One is enough: the copies then wait for each other, and the numbers are the same (I10).
@@ -184,6 +193,8 @@ class Pipeline:
         asked = min(self.num_slots, len(work))
         for num_slots in sorted({asked, min(asked, 2), 1}, reverse=True):
             sizes = _slot_sizes(work, num_slots)
+            if alike:  # nobody knows in which one a chunk will be
+                sizes = [max(sizes)] * num_slots
             try:
                 buffers = [allocate_slot(size, self.device) for size in sizes]
             except torch.OutOfMemoryError:
@@ -201,6 +212,16 @@ class Pipeline:
                 torch.accelerator.empty_cache()
         raise AssertionError("one slot fits or raises")
 
+    def copies_in_flight(self) -> None:
+        """Note that copies are being issued that no handoff tells of yet."""
+        self._adrift = True
+
+    def copies_end_here(self) -> None:
+        """Note that the last copy so far is the last one issued on each stream."""
+        self._written = Handoff(None, self.streams.d2h)
+        self._read = Handoff(None, self.streams.h2d)
+        self._adrift = False
+
     def _copy_in(self, item: Update, buffer: torch.Tensor) -> None:
         with on(self.streams.h2d):
             for run in item.runs:
@@ -217,6 +238,107 @@ class Pipeline:
         with on(self.streams.d2h):
             for tensor, home in born:
                 home.copy_(tensor, non_blocking=self._is_async)
+
+
+class Flow:
+    """Chunks on their way through slots, while it becomes known which of them can be updated.
+
+    Args:
+        pipeline: that of the device.
+        compute: the stream on which updates run.
+        slots: uint8 buffers, each large enough for whatever comes into it; changed in place.
+        traffic: what was moved is added to it.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        compute: torch.Stream | None,
+        slots: list[Handoff[torch.Tensor]],
+        traffic: Traffic,
+    ) -> None:
+        self._pipeline = pipeline
+        self._compute = compute
+        self._slots = slots
+        self._schedule = Schedule(len(slots))
+        self._work: list[Update] = []
+        self._traffic = traffic
+        traffic.num_slots = max(traffic.num_slots, len(slots))
+        staging_bytes = sum(slot.peek().numel() for slot in slots)
+        traffic.staging_bytes = max(traffic.staging_bytes, staging_bytes)
+        pipeline.copies_in_flight()
+
+    def expect(self, work: Sequence[Update]) -> int:
+        """Say what will come next, in this order: it is copied in as far as there are slots.
+
+        Returns:
+            The number of the first one.
+        """
+        first = len(self._work)
+        self._work += work
+        self._issue(self._schedule.expect(range(first, len(self._work))))
+        return first
+
+    def update(self, number: int, apply: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Update a chunk on the compute stream, and move it out.
+
+        Args:
+            number: which one, counted in the order of :meth:`expect`.
+            apply: what updates it, where its work does not say.
+        """
+        self._pipeline.copies_in_flight()
+        self._issue(self._schedule.update(number), apply)
+
+    def forget(self) -> None:
+        """Expect nothing any more of what was not updated."""
+        self._schedule.forget()
+
+    def wait_for(self, stream: torch.Stream | None) -> None:
+        """Let updates from here on see everything that was issued on ``stream``."""
+        if stream != self._compute:
+            Handoff(None, stream).take(self._compute)  # I2
+
+    def updates_so_far(self) -> Handoff[None]:
+        """Return what to take before the memory of parameters and gradients is used."""
+        return Handoff(None, self._compute)
+
+    def pause(self) -> None:
+        """Note that nothing is issued for a while."""
+        self._pipeline.copies_end_here()
+
+    def end(self) -> None:
+        """After the last update: nothing that is in flight outlives work on the compute stream."""
+        self.give_back(self._compute)
+
+    def give_back(self, owner: torch.Stream | None) -> None:
+        """Let the stream on which the slots were allocated have them for something else."""
+        for slot in self._slots:
+            slot.take(owner)  # I5
+        self._pipeline.copies_end_here()
+
+    def _issue(
+        self, ops: Sequence[Op], apply: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
+        streams = self._pipeline.streams
+        for op in ops:
+            item, slot = self._work[op.chunk], self._slots[op.slot]
+            if op.job is Job.COPY_IN:
+                buffer = slot.take(streams.h2d)  # I1 when it was emptied, I6 when it is new
+                self._pipeline._copy_in(item, buffer)
+                self._slots[op.slot] = Handoff(buffer, streams.h2d)
+                self._traffic.h2d_bytes += item.num_bytes
+            elif op.job is Job.UPDATE:
+                update = apply or item.apply
+                assert update is not None
+                buffer = slot.take(self._compute)  # I2
+                with on(self._compute):
+                    update(buffer)
+                self._slots[op.slot] = Handoff(buffer, self._compute)
+            else:
+                buffer = slot.take(streams.d2h)  # I3
+                self._pipeline._copy_out(item, buffer)
+                self._slots[op.slot] = Handoff(buffer, streams.d2h)
+                self._traffic.d2h_bytes += item.num_bytes
 
 
 def _ends(item: Update, run: Run, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

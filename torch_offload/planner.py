@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from .chunk import TensorSpec
 from .distributed import local, storage, wrapped, wrapping
 from .layout import Home, Layout
 from .placement import traveling, travels
-from .refusals import check_overlap, check_parameter
+from .refusals import check_gradient, check_overlap, check_parameter
 from .shard import Shard, shards_of
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class Planner:
     def __init__(self, core: OffloadCore, layout: Layout) -> None:
         self._core = core
         self.layout = layout
+        #: Where the parameters were in memory when it was last seen that none overlap.
+        self._places: list[tuple[int, int]] = []
 
     def adopt(
         self,
@@ -48,6 +50,10 @@ class Planner:
         self._core.synchronize()
         if specs is None:
             specs = {param: traveling(state) for param, state in states.items()}
+        for param, state in states.items():
+            home = self.layout.home(param)
+            if home is not None and home.is_lent(self._core.state.get(param, {}), state):
+                self.layout.forget(param)
         strangers = [(p, wanted) for p, wanted in specs.items() if not self.fits(p, wanted)]
         if strangers:
             self.layout.add(strangers)
@@ -97,23 +103,35 @@ class Planner:
         for home in self.layout:
             yield from (view for view in home.views.values() if local(view).numel())
 
-    def collect(self, groups: Iterable[Mapping[str, Any]]) -> list[Shard]:
-        """Find what takes part in a step, and give every parameter that needs it a home."""
+    def collect(
+        self, groups: Iterable[Mapping[str, Any]], done: Collection[int] = ()
+    ) -> list[Shard]:
+        """Find what takes part in a step, and give every parameter that needs it a home.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            done: the ids of parameters that were updated already.
+
+        Raises:
+            RuntimeError: a gradient was used by an earlier step.
+        """
         params = [(index, param) for index, group in enumerate(groups) for param in group["params"]]
         for _, param in params:
             check_parameter(param, self._core.traits.sparse)
         self._plan(list(groups), params)
         state = self._core.state
-        active = [(index, param) for index, param in params if param.grad is not None]
+        active = [(i, p) for i, p in params if p.grad is not None and id(p) not in done]
+        for _, param in active:
+            check_gradient(param)
         foreign = {
             param: state[param]
             for _, param in active
-            if state.get(param) and not self._is_home(param, state[param])
+            if state.get(param) and not self.is_home(param, state[param])
         }
         if foreign:
             # One that rests in this step may be in the place that another one goes back to.
             self.adopt(
-                {p: state[p] for _, p in params if state.get(p) and not self._is_home(p, state[p])}
+                {p: state[p] for _, p in params if state.get(p) and not self.is_home(p, state[p])}
             )
         found = []
         for index, param in active:
@@ -144,14 +162,20 @@ class Planner:
                 specs = self._probed(groups[index], param)
                 if specs is None:
                     unknown.append(param)
-                elif not self.fits(param, specs):
+                elif not self.fits(param, specs) or self._home_is_lent(param):
                     missing.append((param, specs))
         if missing or len(self.layout) > num_wanted:
             self.layout.keep_only(param for _, param in params)
         for param in unknown:
             self.layout.forget(param)
-        if missing:
+        places = [(id(param), local(param).data_ptr()) for _, param in params]
+        if places != self._places:
             check_overlap([param for _, param in params])
+            self._places = places
+        if missing:
+            overlap = self._core.overlap
+            if overlap is not None:  # what is updated at the same time travels together
+                missing.sort(key=lambda item: overlap.position(item[0]))
             self.layout.add(missing)
 
     def _probed(
@@ -174,7 +198,12 @@ class Planner:
         home = self.layout.home(param)
         return home is not None and home.fits(wanted)
 
-    def _is_home(self, param: torch.Tensor, state: Mapping[str, Any]) -> bool:
+    def _home_is_lent(self, param: torch.Tensor) -> bool:
+        home = self.layout.home(param)
+        return home is not None and home.is_lent({}, {})
+
+    def is_home(self, param: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        """Whether all of this state is where the parameter's home is."""
         home = self.layout.home(param)
         if home is None:
             return False

@@ -9,6 +9,7 @@ import torch
 
 from .distributed import local
 from .shard import Shard, by_chunk
+from .spent import is_spent
 from .traits import Traits
 from .values import overlap
 
@@ -46,6 +47,15 @@ def check_parameter(param: torch.Tensor, takes_sparse: bool) -> None:
         raise NotImplementedError(
             f"a parameter of class {type(own).__name__} (shape {tuple(param.shape)}), a tensor "
             "made of other tensors, cannot be offloaded. Use the plain optimizer with it."
+        )
+
+
+def check_gradient(param: torch.Tensor) -> None:
+    """Refuse a gradient that an earlier step has used and freed."""
+    if param.grad is not None and is_spent(param.grad):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} still has the gradient that an earlier "
+            "step used during backward. Call zero_grad() between step() and the next backward()."
         )
 
 

@@ -52,6 +52,10 @@ class Shard:
         communicate, which all ranks must do in the same order, wherever their chunks end."""
         return self.part is not None or (is_distributed(self.param) and not self.unwraps)
 
+    def is_as_planned(self) -> bool:
+        """Whether the gradient that came later is one that this can be stepped with."""
+        return not self.unwraps or _lies_like(self.param.grad, wrapping(self.param))
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return its part of a tensor that lies like the parameter, as a view."""
         if self.unwraps:
@@ -164,15 +168,20 @@ def runs(shards: Iterable[Shard]) -> tuple[Run, ...]:
 
 def _is_local_enough(param: torch.Tensor, home: Home | None) -> bool:
     """Whether an element-wise update of the local tensors is that of the DTensor."""
-    own, grad = wrapping(param), param.grad
+    own = wrapping(param)
     return (
-        grad is not None
-        and param.dim() > 0  # the state of a scalar does not travel, and stays a DTensor
+        param.dim() > 0  # the state of a scalar does not travel, and stays a DTensor
         and not is_partial(own)
-        and same_place(own, wrapping(grad))
-        and not hasattr(local(grad), "__tensor_flatten__")
+        and _lies_like(param.grad, own)
         and all(
             spec.wrapping is None or same_place(own, spec.wrapping)
             for spec in (home.place.tensors if home is not None else ())
         )
+    )
+
+
+def _lies_like(grad: torch.Tensor | None, own: Any) -> bool:
+    """Whether a gradient is distributed like its parameter; one that comes later is taken to be."""
+    return grad is None or (
+        same_place(own, wrapping(grad)) and not hasattr(local(grad), "__tensor_flatten__")
     )

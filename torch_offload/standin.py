@@ -84,6 +84,14 @@ def no_global_hooks() -> Iterator[None]:
             h.update(items)
 
 
+@contextmanager
+def outside_autograd() -> Iterator[None]:
+    """Run without autograd, and not as inference either."""
+    # Lightning validates under inference mode; state born there could never be updated again.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def default_device_cpu() -> AbstractContextManager[Any]:
     """Make new tensors on the CPU, whatever the user's default device is."""
     # As a context, a device costs a detour for every operation.

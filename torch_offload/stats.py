@@ -23,6 +23,7 @@ class OffloadStats:
         step_s: seconds between the start and the end of the step on the caller's stream (device
             time with an accelerator, wall time without).
         num_chunks: chunks that were updated.
+        num_early_chunks: how many of them before ``step()`` was called.
         num_slots: chunks that were in flight at once; fewer than the config says where there were
             fewer chunks, or no memory for more.
         staging_bytes: largest number of device bytes that held state during the step.
@@ -35,6 +36,7 @@ class OffloadStats:
     d2h_bytes: int = 0
     step_s: float = 0.0
     num_chunks: int = 0
+    num_early_chunks: int = 0
     num_slots: int = 0
     staging_bytes: int = 0
     host_bytes: int = 0

@@ -36,9 +36,8 @@ class Stepper:
         plain_class: the user's optimizer class.
         attributes: the optimizer's attributes but its groups and state.
         groups: its parameter groups; changed by :meth:`finish` alone.
-        shards: all that take part in this step.
-        has_newcomers: step a small one with those that have state, where others get theirs. Not
-            where it would draw random numbers.
+        own_tensors: copy those on a device that attributes and groups hold, since updates read them
+            later than this.
     """
 
     def __init__(
@@ -46,13 +45,13 @@ class Stepper:
         plain_class: type[torch.optim.Optimizer],
         attributes: dict[str, Any],
         groups: Sequence[dict[str, Any]],
-        shards: Sequence[Shard],
-        has_newcomers: bool = True,
+        own_tensors: bool = False,
     ) -> None:
         self._plain_class = plain_class
-        self.attributes = attributes
+        copied = _own if own_tensors else dict
+        self.attributes: dict[str, Any] = copied(attributes)
         self._groups = groups
-        self._values = [hyper_parameters(group) for group in groups]
+        self._values = [copied(hyper_parameters(group)) for group in groups]
         #: Only torch's own classes are known to step each group by itself.
         self._apart = plain_class.__module__.startswith("torch.optim.")
         self._bystanders: dict[int, list[torch.Tensor]] = {}
@@ -62,7 +61,7 @@ class Stepper:
             if "param_names" in group
             for param, name in zip(group["params"], group["param_names"], strict=True)
         }
-        self._newcomers = {_kind(shard) for shard in shards if has_newcomers and not shard.state}
+        self._newcomers: set[tuple[int, torch.device, torch.dtype]] = set()
         #: What does not travel of the state of a parameter that is updated in parts, as it was.
         self._residents: dict[int, dict[str, Any]] = {}
         #: State of such a parameter that appeared in this step: its id and the key to all of it.
@@ -75,6 +74,11 @@ class Stepper:
         self.started: list[torch.Tensor] = []
         self.num_chunks = 0
         self._is_changing = False
+
+    def expect(self, shards: Sequence[Shard]) -> None:
+        """Step a small new parameter with those of ``shards`` that have state, where others get
+        theirs in this step. Not to be done where it would draw random numbers."""
+        self._newcomers = {_kind(shard) for shard in shards if not shard.state}
 
     def has_changed_anything(self) -> bool:
         """Whether a parameter, or state that lives outside the chunks, may not be what it was."""
@@ -92,7 +96,7 @@ class Stepper:
             {key: views.get(key, value) for key, value in self._state(shard).items()}
             for shard, views in zip(shards, on_device, strict=True)
         ]
-        self._step(shards, states)
+        states = [state or {} for state in self._step(shards, states)]
         for shard, views, state in zip(shards, on_device, states, strict=True):
             if shard.is_first:
                 for key in shard.state.keys() - state.keys():
@@ -124,7 +128,7 @@ class Stepper:
         for where, (before, after) in self._changes.items():
             target = self.attributes if where is None else self._groups[where]
             given = self.attributes if where is None else self._values[where]
-            for key in before.keys() - after.keys():
+            for key in before.keys() - after.keys() - _STAND_IN_ATTRIBUTES:
                 target.pop(key, None)
             for key, value in after.items():
                 if key not in before or value is not before[key]:
@@ -229,6 +233,10 @@ class Stepper:
         stepped = [{**given[i], **values} for i, values in zip(order, before, strict=True)]
         attributes = snapshot(self.attributes)
         stand_in = step_detached(self._plain_class, attributes, stepped, state)
+        if stand_in.__dict__["state"] is not state:  # the class made a new one
+            renewed = dict(stand_in.__dict__["state"])
+            state.clear()
+            state.update(renewed)
         for index, values, group in zip(order, before, stepped, strict=True):
             if index in indices or index not in self._active:
                 self._changes[index] = (values, _settings(group))
@@ -266,6 +274,23 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
         if not same_device or any(type(p) not in _foreach_supported_types for p in active):
             values["foreach"] = False
     return values
+
+
+def _own(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone()
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+        else value
+        for key, value in values.items()
+    }
+
+
+def newcomers_matter(plain_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether parameters without state may change how others of their list are stepped.
+
+    Of torch's classes SGD alone takes another path for a list with such.
+    """
+    return not plain_class.__module__.startswith("torch.optim.") or plain_class is torch.optim.SGD
 
 
 def _kind(shard: Shard) -> tuple[int, torch.device, torch.dtype]:

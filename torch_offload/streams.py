@@ -1,7 +1,8 @@
 """The streams of one device, named by job, and the handoff of buffers between them.
 
-Vocabulary: the *caller* is the stream that is current when the optimizer steps; updates run on it.
-*h2d* carries copies in, *d2h* carries copies out. A *handoff* is what crosses from one stream to
+Vocabulary: the *caller* is the stream that is current when the optimizer is called. *h2d* carries
+copies in, *d2h* carries copies out. Updates run on the caller, or beside backward or forward on
+*side*. A *handoff* is what crosses from one stream to
 another: taking its value is waiting for it. ``None`` stands for the stream of a device that has
 none, where everything happens in order.
 """
@@ -22,17 +23,18 @@ _ASYNC_DEVICES = frozenset({"cuda", "xpu"})
 
 @dataclass(frozen=True, slots=True)
 class CopyStreams:
-    """The two copy streams of one device, created once."""
+    """The streams of one device besides the caller's, created once."""
 
     h2d: torch.Stream | None
     d2h: torch.Stream | None
+    side: torch.Stream | None
 
     @staticmethod
     def create(device: torch.device) -> CopyStreams:
-        """Create the streams of ``device``; ``None`` twice where copies are synchronous."""
+        """Create the streams of ``device``; all are ``None`` where copies are synchronous."""
         if device.type not in _ASYNC_DEVICES:
-            return CopyStreams(None, None)
-        return CopyStreams(torch.Stream(device), torch.Stream(device))
+            return CopyStreams(None, None, None)
+        return CopyStreams(torch.Stream(device), torch.Stream(device), torch.Stream(device))
 
 
 def caller_stream(device: torch.device) -> torch.Stream | None:
@@ -66,6 +68,10 @@ class Handoff(Generic[T]):
         """Make ``consumer`` wait for the producer, then return the value. The CPU goes on."""
         if self._event is not None and consumer is not None:
             consumer.wait_event(self._event)
+        return self._value
+
+    def peek(self) -> T:
+        """Return the value without waiting: for what is known of it from the start."""
         return self._value
 
     def take_on_cpu(self) -> T:

@@ -210,11 +210,11 @@ class TinyOffloaded(Tiny):
         super().__init__(blueprint, backwards=backwards)
         convert(self.optimizer, OffloadConfig(pin_memory=False), traits)
         core = self.optimizer._offload_core
-        core._notices = _Silent("")
+        core.notices = _Silent("")
         store: Any = _Store()
         device = torch.device("cpu")
         core._stores[device] = store
-        core._pipelines[device] = Pipeline(device, core.config.num_slots, core._notices)
+        core.pipelines[device] = Pipeline(device, core.config.num_slots, core.notices)
         core.planner.layout = _Chunks(core.config.chunk_bytes, False, lambda device: store)
         core.planner.layout.num_params = num_params
 

@@ -1,0 +1,234 @@
+"""Backward overlap: chunks are updated while backward still runs, as their gradients become final.
+
+Vocabulary: a gradient is *final* after as many accumulations as it had at most in a step so far;
+so a loop that accumulates over a fixed number of micro-batches need not say anything, and others
+enter ``last_microbatch``. A gradient that was used is *spent*: it is freed, and whoever touches it
+gets an error.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from .obstacles import obstacle
+from .run import Run
+from .standin import outside_autograd
+
+if TYPE_CHECKING:
+    from .core import OffloadCore
+
+
+class BackwardOverlap:
+    """Watches the gradients of one optimizer's parameters, and updates chunks early.
+
+    Args:
+        core: that of the optimizer; a weak proxy.
+    """
+
+    def __init__(self, core: OffloadCore) -> None:
+        self._core = core
+        #: Hooks by the parameter's id; a parameter keeps its own alive, not the optimizer.
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        #: Group and position by the parameter's id.
+        self._places: dict[int, tuple[int, int]] = {}
+        #: Accumulations per step at most, and in this one; by the parameter's id.
+        self._expected: dict[int, int] = {}
+        self._seen: dict[int, int] = {}
+        #: When the last accumulation of each came, in the step before and in this one.
+        self.order: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
+        self._count = 0
+        self._run: Run | None = None
+        #: Whether this step's run has begun; None before its first final gradient.
+        self._has_begun: bool | None = None
+        #: Backwards of this step that have not ended, and how many there were.
+        self._tasks: set[int] = set()
+        self._num_tasks = 0
+        self._owner = _Owner(weakref.ref(self))
+        self._uses_context = False
+        self._is_last = False
+
+    @contextmanager
+    def last_microbatch(self) -> Iterator[None]:
+        """Count the accumulations inside only."""
+        if not self._uses_context:
+            self._uses_context = True
+            self._expected, self._seen, self._positions = {}, {}, {}
+        before, self._is_last = self._is_last, True
+        try:
+            yield
+        finally:
+            self._is_last = before
+
+    def position(self, param: torch.Tensor) -> float:
+        """Tell when the gradient of ``param`` becomes final, as far as was seen yet."""
+        return (self._positions or self.order).get(id(param), math.inf)
+
+    def watch(self) -> None:
+        """See to it that all parameters that may get a gradient have a hook."""
+        hook = _hook(weakref.ref(self))
+        self._places.clear()
+        for number, group in enumerate(self._core.optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                self._places[id(param)] = (number, position)
+                handle = self._hooks.get(id(param))
+                present = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+                if (
+                    param.requires_grad
+                    and param.is_leaf
+                    and (handle is None or handle.id not in present)
+                ):
+                    self._hooks[id(param)] = param.register_post_accumulate_grad_hook(hook)
+
+    def find(self, param_id: int) -> torch.Tensor | None:
+        """Return the parameter with this ``id``, if it is still where it was."""
+        groups = self._core.optimizer.param_groups
+        group, index = self._places.get(param_id, (len(groups), 0))
+        params: list[torch.Tensor] = groups[group]["params"] if group < len(groups) else []
+        found = params[index] if index < len(params) else None
+        return found if id(found) == param_id else None
+
+    def unwatch(self) -> None:
+        """Remove all hooks, and forget what was copied ahead."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was copied ahead, and what was updated early."""
+        self._run = None
+        self._end_of_step()
+
+    def before_step(self) -> Run | None:
+        """Return this step's run if it has begun.
+
+        Raises:
+            RuntimeError: plain torch would have used other gradients or hyper-parameters.
+        """
+        run = self._run if self._has_begun else None
+        if run is None:
+            return None
+        problem = run.what_changed()
+        if self._tasks:
+            problem = (
+                "backward() raised after parameters had been updated (overlap='backward'), so what "
+                "is left of this step is not what a plain optimizer would do"
+            )
+        if problem is not None:
+            raise self._refuse(problem)
+        return run
+
+    def after_step(self) -> None:
+        """Learn from this step, and copy the first chunks of the next one in."""
+        self._expected = {
+            key: max(self._seen.get(key, 0), self._expected.get(key, 0))
+            for key in self._seen.keys() | self._expected.keys()
+        }
+        self.order = self._positions or self.order
+        self._end_of_step()
+        self.watch()
+        self._run = None
+        if obstacle(self._core) is None:
+            self._run = Run(self._core, self.order, self._owner)
+
+    def _end_of_step(self) -> None:
+        self._seen, self._positions, self._count = {}, {}, 0
+        self._has_begun = None
+        self._tasks, self._num_tasks = set(), 0
+
+    def accumulated(self, param: torch.Tensor) -> None:
+        """Note that something was added to the gradient of ``param``; update what is complete."""
+        if self._uses_context and not self._is_last:
+            return
+        key = id(param)
+        self._positions[key] = self._count
+        self._count += 1
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._has_begun and self._run is not None and key in self._run.done:
+            raise self._refuse(
+                "a second backward() came after the update of a parameter and before step(), where "
+                "a plain optimizer would not have updated anything yet. Call step() after each "
+                "backward(), enter last_microbatch(optimizer) around the last backward() of those "
+                'that accumulate, or use overlap="step"'
+            )
+        if self._seen[key] < self._expected.get(key, self._seen[key] + 1):
+            return
+        with outside_autograd():
+            if self._has_begun is None:
+                self._begin()
+            if self._has_begun and self._run is not None:
+                self._follow_task()
+                self._run.gradient_is_final(param)
+
+    def _begin(self) -> None:
+        reason = obstacle(self._core)
+        self._has_begun = reason is None
+        if reason is not None:
+            self._core.notices.not_beside("backward", reason)
+            return
+        if self._run is None or not self._run.is_current():
+            self._run = None  # its slots are those of the next one
+            self._run = Run(self._core, self.order, self._owner)
+        self._run.begin()
+
+    def _follow_task(self) -> None:
+        """Be told when this backward ends: not at all if it raises."""
+        task = torch._C._current_graph_task_id()
+        if task < 0 or task in self._tasks:
+            return
+        self._tasks.add(task)
+        self._num_tasks += 1
+        reference = weakref.ref(self)
+
+        def ended() -> None:
+            overlap = reference()
+            if overlap is not None:
+                overlap._task_ended(task)
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def _task_ended(self, task: int) -> None:
+        self._tasks.discard(task)
+        # Inside of others, of which a checkpoint with reentrant makes many, nobody must wait.
+        if self._run is not None and (self._num_tasks == 1 or self._run.is_complete):
+            self._run.wait()
+
+    def _refuse(self, problem: str) -> RuntimeError:
+        reason = f"{problem}. Load a checkpoint of parameters and optimizer to go on."
+        self._core.fail(reason)
+        return RuntimeError(reason)
+
+
+class _Owner:
+    """Of spent gradients, which may outlive the optimizer."""
+
+    def __init__(self, reference: weakref.ref[BackwardOverlap]) -> None:
+        self._reference = reference
+
+    def find(self, param_id: int) -> torch.Tensor | None:
+        overlap = self._reference()
+        return None if overlap is None else overlap.find(param_id)
+
+    def refused(self) -> None:
+        overlap = self._reference()
+        if overlap is not None and overlap._has_begun:
+            overlap._refuse(
+                "gradients were asked for between backward() and step(), where parameters had been "
+                "updated with them already"
+            )
+
+
+def _hook(reference: weakref.ref[BackwardOverlap]) -> Callable[[torch.Tensor], None]:
+    def accumulated(param: torch.Tensor) -> None:
+        overlap = reference()
+        if overlap is not None:
+            overlap.accumulated(param)
+
+    return accumulated

@@ -1,0 +1,264 @@
+"""Forward overlap: ``step()`` issues all updates on the side stream and returns.
+
+Until the next use of a parameter its update may be in flight, and the parameter waits for itself
+(``waiting.py``). Gradients do as well, since the updates read them. Chunks are updated in the order
+in which parameters were first used after the step before.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .distributed import is_distributed
+from .obstacles import obstacle
+from .pipeline import Flow, Traffic
+from .shard import Shard
+from .stepper import Stepper
+from .streams import Handoff, caller_stream
+from .waiting import hold, is_held, release
+
+if TYPE_CHECKING:
+    from .core import OffloadCore
+
+
+class _Ticket:
+    """What the parameters of one chunk wait for. It keeps their gradients until then.
+
+    Args:
+        updated: the end of the update.
+        device: where it runs.
+        grads: what it reads.
+    """
+
+    def __init__(
+        self, updated: Handoff[None], device: torch.device, grads: Sequence[torch.Tensor]
+    ) -> None:
+        self._updated = updated
+        self._device = device
+        self._owner = caller_stream(device)
+        self._grads = list(grads)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the update, and the stream of the step as well."""
+        current = caller_stream(self._device)
+        self._updated.take(current)
+        if current != self._owner:
+            self._updated.take(self._owner)
+        self._grads.clear()  # I5
+
+
+class _Tensor:
+    """The ticket of one parameter or gradient: it notes when that is used."""
+
+    def __init__(self, ticket: _Ticket, note: Callable[[int], None] | None, key: int) -> None:
+        self._ticket, self._note, self._key = ticket, note, key
+
+    def wait(self) -> None:
+        if self._note is not None:
+            self._note(self._key)
+        self._ticket.wait()
+
+
+class ForwardRun:
+    """The updates of one step, in flight until their parameters are used."""
+
+    def __init__(self, core: OffloadCore, note: Callable[[int], None]) -> None:
+        self._core = core
+        self._note = note
+        self.traffic = Traffic()
+        self.done: frozenset[int] = frozenset()
+        self.stepper: Stepper | None = core.new_stepper(own_tensors=True)
+        self._flows: dict[torch.device, Flow] = {}
+        #: What may be in flight, and what its own class waits for.
+        self._tickets: list[tuple[torch.Tensor, _Ticket]] = []
+
+    def finish(self, device: torch.device, chunks: Sequence[list[Shard]]) -> None:
+        """Issue all updates of one device."""
+        assert self.stepper is not None
+        if not chunks:
+            return
+        overlap = self._core.overlap
+        alone = any(is_distributed(s.param) and not s.unwraps for c in chunks for s in c)
+        if overlap is not None and not self._core.traits.random and not alone:
+            chunks = sorted(chunks, key=lambda c: min(overlap.position(s.param) for s in c))
+        pipeline = self._core.pipelines[device]
+        work = [self._core.update_of(chunk, self.stepper) for chunk in chunks]
+        flow = self._flows[device] = pipeline.flow_beside(work, self.traffic)
+        flow.wait_for(caller_stream(device))
+        flow.expect(work)
+        for number, chunk in enumerate(chunks):
+            flow.update(number)
+            params = {id(shard.param): shard.param for shard in chunk}.values()
+            grads = [param.grad for param in params if param.grad is not None]
+            ticket = _Ticket(flow.updates_so_far(), device, grads)
+            self._tickets += [(param, ticket) for param in params]
+
+    def end(self) -> None:
+        """After the last update was issued: let what is in flight wait for itself."""
+        for flow in self._flows.values():
+            flow.end()
+        for param, ticket in self._tickets:
+            if is_distributed(param):
+                continue
+            hold(param, _Tensor(ticket, self._note, id(param)))
+            if param.grad is not None and not is_distributed(param.grad):
+                hold(param.grad, _Tensor(ticket, None, id(param)))
+
+    def wait(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Let the current streams wait for the updates of these parameters; of all by default."""
+        wanted = None if params is None else {id(param) for param in params}
+        rest = []
+        for param, ticket in self._tickets:
+            if wanted is not None and id(param) not in wanted:
+                rest.append((param, ticket))
+                continue
+            self._note(id(param))
+            ticket.wait()
+            for tensor in (param, param.grad):
+                if tensor is not None and is_held(tensor):
+                    release(tensor)
+        self._tickets = rest
+
+
+class ForwardOverlap:
+    """Lets the updates of one optimizer run while the next forward does.
+
+    Args:
+        core: that of the optimizer; a weak proxy.
+    """
+
+    def __init__(self, core: OffloadCore) -> None:
+        self._core = core
+        self._run: ForwardRun | None = None
+        #: When parameters were first used after the last step and the one before, by their ids.
+        self._used: dict[int, int] = {}
+        self._order: dict[int, int] = {}
+        self._hooks: list[Any] = []
+        self._hooked: weakref.ref[torch.nn.Module] | None = None
+
+    @contextmanager
+    def last_microbatch(self) -> Iterator[None]:
+        """All gradients are final when ``step()`` is called, so there is nothing to say."""
+        yield
+
+    def position(self, param: torch.Tensor) -> float:
+        """Tell when ``param`` is first used, as far as was seen yet."""
+        return self._order.get(id(param), math.inf)
+
+    def watch(self) -> None:
+        """See to it that the model's modules wait for their parameters.
+
+        Parameters wait for themselves, but not in compiled code, which looks at their class, nor in
+        C++ extensions; and DTensors do not.
+        """
+        model = self._core.model()
+        if model is None or (self._hooked is not None and self._hooked() is model):
+            return
+        self._unhook()
+        self._hooked = weakref.ref(model)
+        reference = weakref.ref(self)
+        for module, recurse in _entrances(model):
+            self._hooks.append(
+                module.register_forward_pre_hook(_hook(reference, recurse), prepend=True)
+            )
+
+    def unwatch(self) -> None:
+        """Wait for everything, and remove all hooks."""
+        self.reset()
+        self._unhook()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._hooked = None
+
+    def reset(self) -> None:
+        """Wait for everything that is in flight."""
+        if self._run is not None:
+            self._run.wait()
+        self._run = None
+
+    def wait(self, params: Iterable[torch.Tensor]) -> None:
+        """Let the current streams wait for the updates of these parameters."""
+        if self._run is not None:
+            self._run.wait(params)
+
+    def before_step(self) -> ForwardRun | None:
+        """Return what takes the updates of this step.
+
+        Raises:
+            RuntimeError: the model is not known.
+        """
+        self.reset()
+        if self._core.model() is None:
+            raise RuntimeError(
+                'overlap="forward" needs the model, whose modules wait for their parameters. Call '
+                'attach_model(optimizer, model) once, or use overlap="step".'
+            )
+        self.watch()
+        reason = obstacle(self._core, beside_backward=False)
+        if reason is not None:
+            self._core.notices.not_beside("forward", reason)
+            return None
+        self._order, self._used = self._used or self._order, {}
+        self._run = ForwardRun(self._core, _noter(weakref.ref(self)))
+        return self._run
+
+    def after_step(self) -> None:
+        """Nothing is copied ahead: the link is busy."""
+
+    def used(self, key: int) -> None:
+        """Note the first use of a parameter since the last step."""
+        self._used.setdefault(key, len(self._used))
+
+
+def _noter(reference: weakref.ref[ForwardOverlap]) -> Callable[[int], None]:
+    def note(key: int) -> None:
+        overlap = reference()
+        if overlap is not None:
+            overlap.used(key)
+
+    return note
+
+
+def _hook(
+    reference: weakref.ref[ForwardOverlap], recurse: bool
+) -> Callable[[torch.nn.Module, Any], None]:
+    def wait(module: torch.nn.Module, _: Any) -> None:
+        overlap = reference()
+        if overlap is not None:
+            overlap.wait(module.parameters(recurse))
+
+    return wait
+
+
+def _entrances(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """Go through the modules before which to wait, and tell whether for all below them, too."""
+    found: list[tuple[torch.nn.Module, bool]] = []
+
+    def visit(module: torch.nn.Module) -> None:
+        own = list(module.parameters(recurse=False))
+        if _is_compiled(module) or any(is_distributed(p) for p in module.parameters()):
+            found.append((module, True))
+            return
+        if own:
+            found.append((module, False))
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    yield from dict.fromkeys(found)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )

@@ -1,0 +1,226 @@
+"""One step of which chunks are updated early: what is copied ahead, what is done, what is left."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .distributed import is_distributed, local
+from .pipeline import Flow, Traffic
+from .shard import Shard, by_chunk, shards_of
+from .spent import Owner, is_spent, spend
+from .stepper import Stepper, newcomers_matter
+from .streams import Handoff, caller_stream
+from .values import same, snapshot
+
+if TYPE_CHECKING:
+    from .core import OffloadCore
+
+#: Chunks whose gradients are kept while the device may still read them.
+NUM_HELD = 2
+#: Attributes that change with every step and say nothing about the update.
+_NOT_COMPARED = frozenset({"_opt_called", "_step_count"})
+
+
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    """What is updated at once, when the gradients of all its parameters are final."""
+
+    flow: Flow
+    number: int
+    shards: list[Shard]
+    missing: set[int]
+    versions: list[int] = field(default_factory=list)
+
+
+class Run:
+    """The chunks of one step that can be updated early, in the order in which they are expected.
+
+    Made after the step before, so that the first ones are copied in while forward runs.
+
+    Args:
+        core: that of the optimizer; a weak proxy.
+        order: the parameters' ids and when their gradients became final.
+        owner: of the gradients that will be spent.
+    """
+
+    def __init__(self, core: OffloadCore, order: Mapping[int, int], owner: Owner) -> None:
+        self._core = core
+        self._owner = owner
+        self.traffic = Traffic()
+        self.flows: dict[torch.device, Flow] = {}
+        self.stepper: Stepper | None = None
+        self._chunks: list[_Chunk] = []
+        #: The chunks that wait for a parameter's gradient, by its id.
+        self._waiting: dict[int, list[_Chunk]] = {}
+        #: The ids of parameters that were updated.
+        self.done: set[int] = set()
+        self._held: deque[tuple[list[torch.Tensor], Handoff[None], torch.device]] = deque()
+        self._before: list[Any] = []
+        shards = expected_shards(core, order)
+        for device in dict.fromkeys(shard.param.device for shard in shards):
+            _, known = by_chunk(shards, device)
+            known.sort(key=lambda chunk: max(order[id(shard.param)] for shard in chunk))
+            work = [core.update_of(chunk) for chunk in known]
+            flow = self.flows[device] = core.pipelines[device].flow_beside(work, self.traffic)
+            flow.expect(work)
+            self._chunks += [
+                _Chunk(flow, number, chunk, {id(s.param) for s in chunk}, _versions(chunk))
+                for number, chunk in enumerate(known)
+            ]
+        for chunk in self._chunks:
+            for key in chunk.missing:
+                self._waiting.setdefault(key, []).append(chunk)
+        for flow in self.flows.values():
+            flow.pause()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that can be updated early was."""
+        return len(self.done) == len(self._waiting)
+
+    def is_current(self) -> bool:
+        """Whether all is where it was when the run was made, and nobody wrote to it since."""
+        core = self._core
+        group_of = {
+            id(p): i for i, g in enumerate(core.optimizer.param_groups) for p in g["params"]
+        }
+        shards = [shard for chunk in self._chunks for shard in chunk.shards if shard.is_first]
+        return all(
+            group_of.get(id(shard.param)) == shard.group
+            and core.state.get(shard.param) is shard.state
+            and core.planner.is_home(shard.param, shard.state)
+            for shard in shards
+        ) and all(_versions(chunk.shards) == chunk.versions for chunk in self._chunks)
+
+    def begin(self) -> None:
+        """Take the hyper-parameters as they are now."""
+        self.stepper = self._core.new_stepper()
+        self._before = self._settings()
+
+    def gradient_is_final(self, param: torch.Tensor) -> None:
+        """Update the chunks that were waiting for this gradient only."""
+        assert self.stepper is not None
+        for chunk in self._waiting.get(id(param), ()):
+            chunk.missing.discard(id(param))
+            if not chunk.missing and all(shard.is_as_planned() for shard in chunk.shards):
+                try:
+                    self._update(chunk)
+                except BaseException as error:
+                    self._core.after_failure(self.stepper, error)
+                    raise
+
+    def finish(self, device: torch.device, chunks: Sequence[list[Shard]]) -> None:
+        """Update what is left, now that all gradients are there."""
+        work = [self._core.update_of(chunk, self.stepper) for chunk in chunks]
+        flow = self.flows.get(device)
+        if flow is None:
+            self._core.pipelines[device].update(work, self.traffic)
+            return
+        flow.forget()
+        flow.wait_for(caller_stream(device))
+        first = flow.expect(work)
+        for number in range(first, first + len(work)):
+            flow.update(number)
+
+    def wait(self) -> None:
+        """Let the callers' streams wait for every update so far, and free the gradients."""
+        for device, flow in self.flows.items():
+            flow.updates_so_far().take(caller_stream(device))
+        self._held.clear()
+
+    def end(self) -> None:
+        """After the last update: see to the slots, and that everything is read in its turn."""
+        self.wait()
+        for flow in self.flows.values():
+            flow.end()
+
+    def what_changed(self) -> str | None:
+        """Say what is not as it was at the first update."""
+        for index, (old, new) in enumerate(zip(self._before, self._settings(), strict=False)):
+            for key in {**old, **new}:
+                if key not in old or key not in new or not same(old[key], new[key]):
+                    where = f"param_groups[{index - 2}][{key!r}]" if index > 1 else f"{key!r}"
+                    return (
+                        f"{where} changed from {old.get(key)!r} to {new.get(key)!r} after the "
+                        "first parameters were updated in backward(). Set it before backward(), "
+                        'or use overlap="step"'
+                    )
+        if len(self._before) != len(self._settings()):
+            return "a parameter group was added between backward() and step()"
+        return None
+
+    def _settings(self) -> list[Any]:
+        core = self._core
+        attributes = {k: v for k, v in core.attributes().items() if k not in _NOT_COMPARED}
+        groups = core.optimizer.param_groups
+        values = [
+            {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups
+        ]
+        types = sorted({device.type for device in self.flows})
+        autocast = {
+            f"autocast on {kind}": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in types
+        }
+        return [autocast, snapshot(attributes), *(snapshot(v) for v in values)]
+
+    def _update(self, chunk: _Chunk) -> None:
+        assert self.stepper is not None
+        device = chunk.shards[0].param.device
+        caller = caller_stream(device)
+        chunk.flow.wait_for(caller)
+        chunk.flow.update(chunk.number, partial(self.stepper.update, chunk.shards))
+        spent: list[torch.Tensor] = []
+        for param in {id(shard.param): shard.param for shard in chunk.shards}.values():
+            torch.autograd.graph.increment_version(local(param))  # whoever saved it must not read
+            if any(other.missing for other in self._waiting[id(param)]):
+                continue
+            self.done.add(id(param))
+            if param.grad is not None and not is_spent(param.grad):
+                spent.append(param.grad)
+                spend(param, self._owner)
+        self._held.append((spent, chunk.flow.updates_so_far(), device))
+        while len(self._held) > NUM_HELD:
+            _, updated, where = self._held[0]
+            updated.take(caller_stream(where))  # I5
+            self._held.popleft()
+
+
+def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:
+    """Return what of the next step can be updated as soon as its gradients are final.
+
+    Not parameters without state, nor those that step in one list with such (it may matter), nor
+    DTensors that are not stepped by their local tensors: all ranks must step them in one order.
+    """
+    found: list[Shard] = []
+    for index, group in enumerate(core.optimizer.param_groups):
+        params = [param for param in group["params"] if param.requires_grad]
+        newcomers = {
+            (param.device, param.dtype)
+            for param in params
+            if newcomers_matter(core.plain_class) and not core.state.get(param)
+        }
+        for param in params:
+            state = core.state.get(param)
+            home = core.planner.layout.home(param)
+            if (
+                id(param) in order
+                and state
+                and home is not None
+                and (param.device, param.dtype) not in newcomers
+                and core.planner.is_home(param, state)
+            ):
+                fused = bool(group.get("fused"))
+                found += shards_of(index, param, home, state, core.traits.elementwise, fused)
+    return [shard for shard in found if shard.unwraps or not is_distributed(shard.param)]
+
+
+def _versions(shards: Sequence[Shard]) -> list[int]:
+    """Tell whether somebody wrote to the state of these, but for the pipeline."""
+    views = [shard.home.views.values() for shard in shards if shard.home is not None]
+    return [local(view)._version for values in views for view in values]

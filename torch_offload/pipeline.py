@@ -289,10 +289,6 @@ class Flow:
         self._pipeline.copies_in_flight()
         self._issue(self._schedule.update(number), apply)
 
-    def forget(self) -> None:
-        """Expect nothing any more of what was not updated."""
-        self._schedule.forget()
-
     def wait_for(self, stream: torch.Stream | None) -> None:
         """Let updates from here on see everything that was issued on ``stream``."""
         if stream != self._compute:

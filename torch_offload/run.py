@@ -118,15 +118,9 @@ class Run:
     def finish(self, device: torch.device, chunks: Sequence[list[Shard]]) -> None:
         """Update what is left, now that all gradients are there."""
         work = [self._core.update_of(chunk, self.stepper) for chunk in chunks]
-        flow = self.flows.get(device)
-        if flow is None:
-            self._core.pipelines[device].update(work, self.traffic)
-            return
-        flow.forget()
-        flow.wait_for(caller_stream(device))
-        first = flow.expect(work)
-        for number in range(first, first + len(work)):
-            flow.update(number)
+        if device in self.flows:
+            self.flows[device].updates_so_far().take(caller_stream(device))
+        self._core.pipelines[device].update(work, self.traffic)
 
     def wait(self) -> None:
         """Let the callers' streams wait for every update so far, and free the gradients."""

@@ -51,12 +51,6 @@ class Schedule:
         """The chunks that were copied in and not updated yet."""
         return tuple(self._loaded)
 
-    def forget(self) -> None:
-        """Expect nothing that was not updated yet; its slots are free."""
-        self._coming.clear()
-        self._free.extend(self._loaded.values())
-        self._loaded.clear()
-
     def expect(self, chunks: Iterable[int]) -> list[Op]:
         """Append chunks to those that will come. Returns the copies in that can be issued."""
         self._coming.extend(chunks)

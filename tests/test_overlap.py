@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_races_gpu import slow_down
+from test_races_gpu import delete_wait, sleep, slow_down
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_same
@@ -174,6 +174,53 @@ def test_any_stage_may_be_slow(monkeypatch, overlap, stages):
     train(gpu, overlap)  # the trial of the class has been made
     slow_down(monkeypatch, *stages)
     assert_same(plain, train(gpu, overlap))
+
+
+def overwriting(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Free gradients, take their memory and write into it; read weights without a forward."""
+    simple(model, optimizer, step)
+    for param in model.parameters():
+        torch.empty_like(param).fill_(77)
+
+
+def with_slow_gradients(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+    loss = model(batch(model, step)).square().mean()
+    sleep(30)  # gradients are computed later than they are issued
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+#: name: (mode, producer, consumer, slowed stages, the loop that dies without it)
+WAITS: dict[str, tuple[str, str, str, tuple[str, ...], Loop]] = {
+    f"{overlap} {name}": (overlap, *case)
+    for overlap in MODES
+    for name, case in {
+        "I1 and I11": ("d2h", "h2d", ("d2h",), simple),
+        "I2 state": ("h2d", "side", ("h2d",), simple),
+        "I2 gradients": ("caller", "side", (), with_slow_gradients),
+        "I3": ("side", "d2h", ("update",), simple),
+        "I5": ("side", "caller", ("update",), overwriting),
+    }.items()
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("deleted", [False, True])
+def test_each_wait_is_needed(monkeypatch, name, deleted):
+    gpu = torch.device("cuda", 0)
+    overlap, producer, consumer, stages, loop = WAITS[name]
+    plain = train(gpu, None, loop)
+    train(gpu, overlap)  # the trial of the class has been made
+    slow_down(monkeypatch, *stages)
+    if not deleted:
+        assert_same(plain, train(gpu, overlap, loop))
+        return
+    skipped = delete_wait(monkeypatch, producer, consumer)
+    with pytest.raises(AssertionError):
+        assert_same(plain, train(gpu, overlap, loop))
+    assert skipped, "the wait was never reached"
 
 
 @pytest.mark.parametrize("overlap", MODES)

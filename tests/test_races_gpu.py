@@ -75,7 +75,7 @@ def delete_wait(monkeypatch: pytest.MonkeyPatch, producer: str, consumer: str) -
 
     def create(device):
         streams = real_create(device)
-        known.update({id(streams.h2d): "h2d", id(streams.d2h): "d2h"})
+        known.update({id(getattr(streams, n)): n for n in ("h2d", "d2h", "side")})
         return streams
 
     def take(self, stream):

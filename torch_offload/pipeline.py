@@ -267,6 +267,7 @@ class Flow:
         staging_bytes = sum(slot.peek().numel() for slot in slots)
         traffic.staging_bytes = max(traffic.staging_bytes, staging_bytes)
         pipeline.copies_in_flight()
+        Handoff(None, pipeline.streams.d2h).take(pipeline.streams.h2d)  # I11
 
     def expect(self, work: Sequence[Update]) -> int:
         """Say what will come next, in this order: it is copied in as far as there are slots.

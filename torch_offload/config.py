@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .residency import Budget
+
 #: When chunks can be updated.
 OVERLAPS = ("step", "backward", "forward")
 
@@ -27,6 +29,8 @@ _UNITS = {
     "tib": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+#: Fields that are sizes.
+_SIZES = frozenset({"chunk_size", "gpu_budget"})
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE = frozenset({"0", "false", "no", "off", "n", "f"})
 
@@ -84,6 +88,32 @@ def parse_bool(value: bool | str, *, field: str) -> bool:
     raise ValueError(f"{field}={value!r} is not a truth value. Use true or false.")
 
 
+def _normal_budget(value: int | str) -> int | str:
+    """Return bytes, ``"auto"``, or a share as text such as ``"50%"``."""
+    if value == 0 and not isinstance(value, bool):
+        return 0
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if text in ("auto", "0"):
+            return "auto" if text == "auto" else 0
+        if text.endswith("%"):
+            try:
+                share = float(text[:-1])
+            except ValueError:
+                share = -1.0
+            if not 0 <= share <= 100:
+                raise ValueError(
+                    f"gpu_budget={value!r} is no share of the state. Use 0% to 100%, a size such "
+                    'as "8GiB", or "auto".'
+                )
+            return f"{share:g}%"
+    return parse_size(value, field="gpu_budget")
+
+
+def _text(size: int | str) -> int | str:
+    return format_size(size) if isinstance(size, int) and size else size
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """How optimizer state is offloaded. Every field has a default that was chosen by measurement.
@@ -100,6 +130,9 @@ class OffloadConfig:
             or hyper-parameters between ``backward()`` and ``step()`` then gets an error.
             ``"forward"``: ``step()`` returns at once, and parameters wait for their own updates
             until the next forward uses them; needs :func:`attach_model`.
+        gpu_budget: state that stays on the device and costs no copies: bytes as an int or text, a
+            share of the state such as ``"50%"``, or ``"auto"`` for what the first steps leave free.
+            The numbers are the same.
         pin_memory: keep host state in page-locked memory. Without it copies are slower and do not
             overlap with anything; the numbers are the same.
 
@@ -110,6 +143,7 @@ class OffloadConfig:
     chunk_size: int | str = "512MiB"
     num_slots: int = 3
     overlap: str = "step"
+    gpu_budget: int | str = 0
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -125,19 +159,31 @@ class OffloadConfig:
             raise ValueError(
                 f"overlap={self.overlap!r} is not known. Use one of {', '.join(OVERLAPS)}."
             )
+        object.__setattr__(self, "gpu_budget", _normal_budget(self.gpu_budget))
         if not isinstance(self.pin_memory, bool):
             raise ValueError(f"pin_memory={self.pin_memory!r} is not a bool. Use True or False.")
 
     def __repr__(self) -> str:
         return (
             f"OffloadConfig(chunk_size={format_size(self.chunk_bytes)!r}, "
-            f"num_slots={self.num_slots}, overlap={self.overlap!r}, pin_memory={self.pin_memory})"
+            f"num_slots={self.num_slots}, overlap={self.overlap!r}, "
+            f"gpu_budget={_text(self.gpu_budget)!r}, pin_memory={self.pin_memory})"
         )
 
     @property
     def chunk_bytes(self) -> int:
         """``chunk_size`` in bytes."""
         return int(self.chunk_size)
+
+    def budget(self) -> Budget:
+        """``gpu_budget`` as what chooses the chunks. Those are preferred whose copies would be
+        seen: of the last gradients in backward, and of the first parameters in forward."""
+        from_end = self.overlap != "forward"
+        if isinstance(self.gpu_budget, int):
+            return Budget(num_bytes=self.gpu_budget, from_end=from_end)
+        if self.gpu_budget == "auto":
+            return Budget(is_auto=True, from_end=from_end)
+        return Budget(share=float(self.gpu_budget.rstrip("%")) / 100, from_end=from_end)
 
     @classmethod
     def from_text(cls, values: Mapping[str, Any]) -> OffloadConfig:
@@ -167,7 +213,7 @@ class OffloadConfig:
                     raise ValueError(f"num_slots={value!r} is not an int. Use 2, 3 or 4.") from None
             elif name == "pin_memory":
                 value = parse_bool(value, field=name)
-            elif name == "chunk_size" and isinstance(value, str) and value.strip().isdigit():
+            elif name in _SIZES and isinstance(value, str) and value.strip().isdigit():
                 value = int(value)
             parsed[name] = value
         return cls(**parsed)

@@ -33,6 +33,7 @@ from .refusals import (
     check_not_capturing,
     check_order,
 )
+from .residency import NUM_STEPS_WATCHED
 from .run import Run
 from .shard import Shard, by_chunk, runs
 from .stats import OffloadStats, StepClock
@@ -85,12 +86,17 @@ class OffloadCore:
         own = weakref.proxy(self)
         self.planner = Planner(
             own,
-            Layout(config.chunk_bytes, traits.elementwise, lambda device: own._store_for(device)),
+            Layout(
+                config.chunk_bytes,
+                traits.elementwise,
+                lambda device: own._store_for(device),
+                config.budget(),
+            ),
         )
         self.probe = StateProbe(plain_class)
         self._clock: StepClock | None = None
         self._traffic = Traffic()
-        self._num_chunks = self._num_early = 0
+        self._num_chunks = self._num_early = self._num_steps = 0
         self.notices = Notices(plain_class.__name__)
         self._model: weakref.ref[torch.nn.Module] | None = None
         self.overlap = _OVERLAPS[config.overlap](own) if config.overlap != "step" else None
@@ -161,6 +167,10 @@ class OffloadCore:
         self._num_chunks, self._num_early = stepper.num_chunks, num_early
         staging = self._traffic.staging_bytes
         self.notices.after_step(shards, self.planner.layout, staging, self.config.chunk_bytes)
+        self._num_steps += 1
+        if self.planner.layout.budget.is_auto and self._num_steps == NUM_STEPS_WATCHED:
+            for device in [d for d in self.pipelines if d.type != "cpu"]:
+                self.planner.keep_what_fits(device)
         if self.overlap:
             self.overlap.after_step()
 
@@ -179,9 +189,9 @@ class OffloadCore:
         assert home is not None, "a parameter with state has a home"
         block = home.hosted.block
         return Update(
-            block=block.bytes,
-            runs=split_runs(runs(shards), block.seams),
-            slot_bytes=max(home.slot_bytes(shard.part) for shard in shards),
+            block=None if block is None else block.bytes,
+            runs=split_runs(runs(shards), block.seams if block is not None else ()),
+            slot_bytes=max(home.slot_bytes(shard.part) for shard in shards) if block else 0,
             apply=None if stepper is None else partial(stepper.update, shards),
         )
 
@@ -207,6 +217,7 @@ class OffloadCore:
             staging_bytes=self._traffic.staging_bytes,
             host_bytes=sum(store.num_bytes for store in self._stores.values()),
             pinned_bytes=sum(store.pinned_bytes for store in self._stores.values()),
+            resident_bytes=sum(self.planner.layout.num_bytes(d, True) for d in self.pipelines),
             setup_s=sum(store.setup_s for store in self._stores.values()),
         )
 

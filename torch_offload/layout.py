@@ -21,6 +21,7 @@ import torch
 from .chunk import Chunk, Part, Place, TensorSpec, cut_parts, in_whole_vectors, plan_chunks
 from .distributed import local, wrapped
 from .host import Block, HostStore
+from .residency import Budget
 
 
 def _num_references(values: Mapping[str, object], key: str) -> int:
@@ -33,11 +34,24 @@ _ALONE = _num_references({"": object()}, "")
 
 @dataclass(eq=False, slots=True)
 class HostedChunk:
-    """A planned chunk and the host memory that owns its bytes. ``index`` is its rank in age."""
+    """A planned chunk and the memory that owns its bytes between steps.
+
+    Attributes:
+        index: its rank in age.
+        chunk: its size, and who is in it.
+        block: its host memory; ``None`` where it stays on the device.
+    """
 
     index: int
     chunk: Chunk
-    block: Block
+    block: Block | None
+
+    def tensor(self, spec: TensorSpec, offset: int) -> torch.Tensor:
+        """Return one tensor of it, with a storage of its own."""
+        if self.block is not None:
+            return self.block.tensor(spec, offset)
+        device = self.chunk.device
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +73,7 @@ class Home:
     suits_fused: bool = False
     views: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     _where: dict[str, tuple[TensorSpec, int]] = field(init=False)
+    _addresses: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         tensors = zip(self.place.tensors, self.place.offsets, strict=True)
@@ -66,8 +81,13 @@ class Home:
         for key in self._where:
             self._renew(key)
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether it is on the device."""
+        return self.hosted.block is None
+
     def local(self, key: str) -> torch.Tensor:
-        """Return the CPU tensor over this memory."""
+        """Return the tensor over this memory."""
         return local(self.views[key])
 
     def holds(self, key: str, value: Any) -> bool:
@@ -75,7 +95,7 @@ class Home:
 
         ``tensor.data = ...`` and ``share_memory_()`` put other memory under the same object.
         """
-        spec, offset = self._where[key]
+        spec, _ = self._where[key]
         if value is not self.views[key]:
             return False
         view = self.local(key)
@@ -83,7 +103,7 @@ class Home:
             view.dtype == spec.dtype
             and tuple(view.shape) == spec.shape
             and view.stride() == spec.stride
-            and (not spec.num_bytes or view.data_ptr() == self.hosted.block.address + offset)
+            and view.data_ptr() == self._addresses[key]
         )
 
     def fits(self, wanted: Iterable[TensorSpec]) -> bool:
@@ -114,13 +134,15 @@ class Home:
         self.local(key).copy_(local(source).detach())
         return self.views[key]
 
-    def on_device(self, part: Part | None, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+    def on_device(self, part: Part | None, slot: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Return the local state tensors, or that part of them, in a slot that was filled.
 
         Args:
             part: the part that is updated; ``None`` for the whole parameter.
-            slot: uint8, on the device.
+            slot: uint8, on the device; ``None`` where they stay there.
         """
+        if slot is None:
+            return {key: self.local(key) for key in self.views}
         place = self.place if part is None else self.place.packed(part)
         return {
             spec.key: slot.view(spec.dtype).as_strided(
@@ -135,7 +157,9 @@ class Home:
 
     def _renew(self, key: str) -> None:
         spec, offset = self._where[key]
-        self.views[key] = wrapped(self.hosted.block.tensor(spec, offset), spec.wrapping)
+        made = self.hosted.tensor(spec, offset)
+        self.views[key] = wrapped(made, spec.wrapping)
+        self._addresses[key] = made.data_ptr()
 
 
 class Layout:
@@ -145,11 +169,17 @@ class Layout:
         chunk_bytes: upper bound of a chunk.
         cuts: whether a parameter with more state than that may be updated in parts.
         store_for: the host store of a device.
+        budget: what may stay on a device.
     """
 
     def __init__(
-        self, chunk_bytes: int, cuts: bool, store_for: Callable[[torch.device], HostStore]
+        self,
+        chunk_bytes: int,
+        cuts: bool,
+        store_for: Callable[[torch.device], HostStore],
+        budget: Budget | None = None,
     ) -> None:
+        self.budget = budget or Budget()
         self._chunk_bytes = chunk_bytes
         self._cuts = cuts
         self._store_for = store_for
@@ -168,8 +198,16 @@ class Layout:
         # model.to() moves a parameter to another device without making a new one.
         return home if home is not None and home.hosted.chunk.device == param.device else None
 
-    def add(self, states: Sequence[tuple[torch.Tensor, Sequence[TensorSpec]]]) -> None:
+    def add(
+        self,
+        states: Sequence[tuple[torch.Tensor, Sequence[TensorSpec]]],
+        budget: Budget | None = None,
+    ) -> None:
         """Give each parameter a home for the tensors named, in new chunks, in this order.
+
+        Args:
+            states: parameters and what they need room for.
+            budget: what of it may stay on a device; that of the layout by default.
 
         Raises:
             MemoryError: the host has not enough memory. Nothing has changed.
@@ -178,19 +216,35 @@ class Layout:
         blocks: dict[int, Block] = {}
         for device in {chunk.device for chunk in chunks}:
             members = [i for i, chunk in enumerate(chunks) if chunk.device == device]
+            residents = (budget or self.budget).choose(
+                [chunks[i].num_bytes for i in members],
+                self.num_bytes(device),
+                self.num_bytes(device, resident=True),
+            )
+            members = [i for at, i in enumerate(members) if at not in set(residents)]
             sizes = [chunks[i].num_bytes for i in members]
             borders = [[o for place in chunks[i].places for o in place.offsets] for i in members]
             allocated = self._store_for(device).allocate(sizes, borders)
             blocks.update(zip(members, allocated, strict=True))
         for position, chunk in enumerate(chunks):
-            hosted = HostedChunk(self._next_index, chunk, blocks[position])
+            hosted = HostedChunk(self._next_index, chunk, blocks.get(position))
             self._next_index += 1
             for place in chunk.places:
                 param = states[place.param][0]
                 shape = tuple(local(param).shape)
-                parts = cut_parts(place.tensors, shape, self._chunk_bytes) if self._cuts else ()
+                cuts = self._cuts and hosted.block is not None
+                parts = cut_parts(place.tensors, shape, self._chunk_bytes) if cuts else ()
                 suits = in_whole_vectors(parts, place.tensors)
                 self._homes[id(param)] = Home(hosted, place, parts, suits)
+
+    def num_bytes(self, device: torch.device, resident: bool = False) -> int:
+        """Count the bytes of state of a device's parameters, or of those that stay there."""
+        return sum(
+            spec.num_bytes
+            for home in self
+            if home.hosted.chunk.device == device and (home.is_resident or not resident)
+            for spec in home.place.tensors
+        )
 
     def forget(self, param: torch.Tensor) -> None:
         """Take ``param``'s place away."""

@@ -91,6 +91,20 @@ class Notices:
                 "Each slot takes that much memory on the device.",
             )
 
+    def kept(self, device: torch.device, num_bytes: int, free_bytes: int) -> None:
+        """``gpu_budget="auto"`` has decided.
+
+        Args:
+            device: where.
+            num_bytes: of state that stay there from now on.
+            free_bytes: that the first steps left free, less a margin.
+        """
+        self._once(
+            f"kept on {device}",
+            f'{num_bytes:,} bytes of state stay on {device} (gpu_budget="auto"): the first steps '
+            f"left {free_bytes:,} bytes free, a margin not counted.",
+        )
+
     def not_beside(self, overlap: str, reason: str) -> None:
         """A step is taken as a whole, though another overlap was asked for."""
         self._once(

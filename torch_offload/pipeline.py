@@ -26,16 +26,16 @@ class Update:
     """Work on a chunk whose state is on the host.
 
     Attributes:
-        block: the chunk's host bytes, uint8.
+        block: the chunk's host bytes, uint8; ``None`` where it stays on the device.
         runs: the bytes that travel; the others have no gradient in this step.
         slot_bytes: how large its slot must be.
         apply: updates the chunk in place; given the slot. ``None`` where it becomes known later.
     """
 
-    block: torch.Tensor
+    block: torch.Tensor | None
     runs: tuple[Run, ...]
     slot_bytes: int
-    apply: Callable[[torch.Tensor], None] | None = None
+    apply: Callable[[torch.Tensor | None], None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +113,7 @@ class Pipeline:
             return
         caller = caller_stream(self.device)
         kept = self._kept_for(work)
-        slots = kept or [Handoff(buffer, caller) for buffer in self._allocate(work)]
+        slots = kept or [Handoff(buffer, caller) for buffer in self._allocate(_travelers(work))]
         flow = Flow(self, caller, slots, traffic)
         try:
             flow.expect(work)
@@ -135,7 +135,7 @@ class Pipeline:
         if kept is None:
             self._kept = []
             with on(self.streams.side):
-                buffers = self._allocate(work, alike=True)
+                buffers = self._allocate(_travelers(work), alike=True)
             kept = self._kept = [Handoff(buffer, self.streams.side) for buffer in buffers]
         return Flow(self, self.streams.side, kept, traffic)
 
@@ -190,6 +190,8 @@ class Pipeline:
 
         One is enough: the copies then wait for each other, and the numbers are the same (I10).
         """
+        if not work:
+            return []
         asked = min(self.num_slots, len(work))
         for num_slots in sorted({asked, min(asked, 2), 1}, reverse=True):
             sizes = _slot_sizes(work, num_slots)
@@ -277,16 +279,25 @@ class Flow:
         """
         first = len(self._work)
         self._work += work
-        self._issue(self._schedule.expect(range(first, len(self._work))))
+        numbers = range(first, len(self._work))
+        self._issue(self._schedule.expect(n for n in numbers if self._work[n].block is not None))
         return first
 
-    def update(self, number: int, apply: Callable[[torch.Tensor], None] | None = None) -> None:
+    def update(
+        self, number: int, apply: Callable[[torch.Tensor | None], None] | None = None
+    ) -> None:
         """Update a chunk on the compute stream, and move it out.
 
         Args:
             number: which one, counted in the order of :meth:`expect`.
             apply: what updates it, where its work does not say.
         """
+        if self._work[number].block is None:
+            update = apply or self._work[number].apply
+            assert update is not None
+            with on(self._compute):
+                update(None)
+            return
         self._pipeline.copies_in_flight()
         self._issue(self._schedule.update(number), apply)
 
@@ -314,7 +325,7 @@ class Flow:
         self._pipeline.copies_end_here()
 
     def _issue(
-        self, ops: Sequence[Op], apply: Callable[[torch.Tensor], None] | None = None
+        self, ops: Sequence[Op], apply: Callable[[torch.Tensor | None], None] | None = None
     ) -> None:
         streams = self._pipeline.streams
         for op in ops:
@@ -340,8 +351,13 @@ class Flow:
 
 def _ends(item: Update, run: Run, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two sides of a copy: in the slot and on the host."""
+    assert item.block is not None
     in_slot = slot[run.slot : run.slot + run.num_bytes]
     return in_slot, item.block[run.host : run.host + run.num_bytes]
+
+
+def _travelers(work: Sequence[Update]) -> list[Update]:
+    return [item for item in work if item.block is not None]
 
 
 def _slot_sizes(work: Sequence[Update], num_slots: int) -> list[int]:

@@ -13,6 +13,7 @@ from .distributed import local, storage, wrapped, wrapping
 from .layout import Home, Layout
 from .placement import traveling, travels
 from .refusals import check_gradient, check_overlap, check_parameter
+from .residency import Budget, what_is_free
 from .shard import Shard, shards_of
 
 if TYPE_CHECKING:
@@ -102,6 +103,38 @@ class Planner:
         """Go through the tensors that make up the host state."""
         for home in self.layout:
             yield from (view for view in home.views.values() if local(view).numel())
+
+    def keep_what_fits(self, device: torch.device) -> None:
+        """Let chunks stay on ``device`` as far as the steps so far left memory there free."""
+        free, total = torch.accelerator.get_memory_info(device)
+        reserved = torch.accelerator.memory_reserved(device)
+        peak = torch.accelerator.max_memory_reserved(device)
+        left = what_is_free(total, total - free - reserved, peak)
+        chunks: dict[int, list[torch.Tensor]] = {}
+        for param, state in self._core.state.items():
+            home = self.layout.home(param) if isinstance(param, torch.Tensor) else None
+            if home is not None and param.device == device and self.is_home(param, state):
+                chunks.setdefault(home.hosted.index, []).append(param)
+        order = sorted(chunks)
+        sizes = [
+            sum(spec.num_bytes for param in chunks[index] for spec in self._specs(param))
+            for index in order
+        ]
+        budget = replace(self.layout.budget, is_auto=False, num_bytes=left)
+        params = [p for at in budget.choose(sizes) for p in chunks[order[at]]]
+        self._core.synchronize()
+        for param in params:
+            values = dict(self._core.state[param])
+            self.layout.add([(param, self._specs(param))], Budget(share=1.0))
+            home = self.layout.home(param)
+            assert home is not None
+            values.update({key: home.receive(key, values[key]) for key in home.views})
+            self._core.state[param] = values
+        self._core.notices.kept(device, self.layout.num_bytes(device, resident=True), left)
+
+    def _specs(self, param: torch.Tensor) -> tuple[TensorSpec, ...]:
+        home = self.layout.home(param)
+        return () if home is None else home.place.tensors
 
     def collect(
         self, groups: Iterable[Mapping[str, Any]], done: Collection[int] = ()

@@ -216,5 +216,6 @@ def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:
 
 def _versions(shards: Sequence[Shard]) -> list[int]:
     """Tell whether somebody wrote to the state of these, but for the pipeline."""
-    views = [shard.home.views.values() for shard in shards if shard.home is not None]
+    homes = [shard.home for shard in shards]
+    views = [home.views.values() for home in homes if home is not None and not home.is_resident]
     return [local(view)._version for values in views for view in values]

@@ -86,7 +86,7 @@ class Shard:
         if made.data_ptr() != own.data_ptr() or made.shape != own.shape:
             self.param.data = stand_in.data
 
-    def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+    def views(self, slot: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Return its state in a slot that was filled, as the optimizer is to see it."""
         assert self.home is not None, "a parameter with state has a home"
         found = self.home.on_device(self.part, slot)
@@ -162,7 +162,8 @@ def runs(shards: Iterable[Shard]) -> tuple[Run, ...]:
     found: list[Run] = []
     for shard in shards:
         assert shard.home is not None, "a parameter with state has a home"
-        found += shard.home.place.runs(shard.part)
+        if not shard.home.is_resident:
+            found += shard.home.place.runs(shard.part)
     return merge_runs(sorted(found, key=lambda run: run.host))
 
 

@@ -29,6 +29,7 @@ class OffloadStats:
         staging_bytes: largest number of device bytes that held state during the step.
         host_bytes: bytes of host memory that hold state now, page rounding included.
         pinned_bytes: how many of them are page-locked.
+        resident_bytes: bytes of state that stay on the device (``gpu_budget``).
         setup_s: seconds spent so far on allocating, touching and pinning host memory.
     """
 
@@ -41,6 +42,7 @@ class OffloadStats:
     staging_bytes: int = 0
     host_bytes: int = 0
     pinned_bytes: int = 0
+    resident_bytes: int = 0
     setup_s: float = 0.0
 
 

@@ -84,12 +84,13 @@ class Stepper:
         """Whether a parameter, or state that lives outside the chunks, may not be what it was."""
         return self.num_chunks > 0 or self._is_changing
 
-    def update(self, shards: Sequence[Shard], slot: torch.Tensor) -> None:
+    def update(self, shards: Sequence[Shard], slot: torch.Tensor | None) -> None:
         """Update parameters and the state in ``slot``, in place, on the current stream.
 
         Args:
             shards: those of one chunk, all with state.
-            slot: uint8, on the parameters' device, filled with what travels.
+            slot: uint8, on the parameters' device, filled with what travels; ``None`` where nothing
+                does.
         """
         on_device = [shard.views(slot) for shard in shards]
         states: list[dict[str, Any]] = [

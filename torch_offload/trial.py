@@ -28,6 +28,7 @@ from .notices import Notices
 from .pipeline import Pipeline
 from .probe import simple_attributes
 from .random_state import random_state_kept
+from .residency import Budget
 from .standin import bare, default_device_cpu, like, no_global_hooks, uncompiled
 from .traits import Traits
 from .values import rebuilt
@@ -189,7 +190,11 @@ class _Chunks(Layout):
 
     num_params = 1
 
-    def add(self, states: Sequence[tuple[torch.Tensor, Sequence[TensorSpec]]]) -> None:
+    def add(
+        self,
+        states: Sequence[tuple[torch.Tensor, Sequence[TensorSpec]]],
+        budget: Budget | None = None,
+    ) -> None:
         for start in range(0, len(states), self.num_params):
             super().add(states[start : start + self.num_params])
 

@@ -12,11 +12,11 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from .obstacles import obstacle
+from .obstacles import is_ddp, obstacle
 from .run import Run
 from .standin import outside_autograd
 
@@ -53,6 +53,8 @@ class BackwardOverlap:
         self._owner = _Owner(weakref.ref(self))
         self._uses_context = False
         self._is_last = False
+        #: Under DistributedDataParallel: what has a gradient of this rank that is not averaged yet.
+        self._local: set[int] = set()
 
     @contextmanager
     def last_microbatch(self) -> Iterator[None]:
@@ -135,18 +137,51 @@ class BackwardOverlap:
         self._end_of_step()
         self.watch()
         self._run = None
+        model = self._core.model()
         if obstacle(self._core) is None:
+            if is_ddp(model):
+                from .ddp import follow
+
+                follow(cast(Any, model), self)
             self._run = Run(self._core, self.order, self._owner)
 
     def _end_of_step(self) -> None:
         self._seen, self._positions, self._count = {}, {}, 0
+        self._local.clear()
         self._has_begun = None
         self._tasks, self._num_tasks = set(), 0
 
     def accumulated(self, param: torch.Tensor) -> None:
         """Note that something was added to the gradient of ``param``; update what is complete."""
+        if is_ddp(self._core.model()):
+            self._local.add(id(param))
+        elif self._is_final(param):
+            with outside_autograd():
+                if self._is_running():
+                    self._run_of_now().gradient_is_final(param)
+
+    def averaged(
+        self, params: list[torch.Tensor], grads: list[torch.Tensor], wait: Callable[[], object]
+    ) -> None:
+        """Note that the gradients of some parameters are being averaged over the ranks.
+
+        Args:
+            params: those of a bucket.
+            grads: what to update them with; stay as they are until the next backward.
+            wait: makes the current stream wait for them.
+        """
+        # Of one that has no gradient here, nobody knows yet whether it has one elsewhere.
+        here = [(p, g) for p, g in zip(params, grads, strict=True) if id(p) in self._local]
+        self._local -= {id(param) for param, _ in here}
+        final = [(param, grad) for param, grad in here if self._is_final(param)]
+        with outside_autograd():
+            if final and self._is_running():
+                self._run_of_now().gradients_are_averaged(final, wait)
+
+    def _is_final(self, param: torch.Tensor) -> bool:
+        """Count one more accumulation, and tell whether it is the last one of the step."""
         if self._uses_context and not self._is_last:
-            return
+            return False
         key = id(param)
         self._positions[key] = self._count
         self._count += 1
@@ -158,14 +193,19 @@ class BackwardOverlap:
                 "backward(), enter last_microbatch(optimizer) around the last backward() of those "
                 'that accumulate, or use overlap="step"'
             )
-        if self._seen[key] < self._expected.get(key, self._seen[key] + 1):
-            return
-        with outside_autograd():
-            if self._has_begun is None:
-                self._begin()
-            if self._has_begun and self._run is not None:
-                self._follow_task()
-                self._run.gradient_is_final(param)
+        return self._seen[key] >= self._expected.get(key, self._seen[key] + 1)
+
+    def _is_running(self) -> bool:
+        """Whether updates are being made in this backward; begin with them if it is time."""
+        if self._has_begun is None:
+            self._begin()
+        if self._has_begun:
+            self._follow_task()
+        return bool(self._has_begun)
+
+    def _run_of_now(self) -> Run:
+        assert self._run is not None
+        return self._run
 
     def _begin(self) -> None:
         reason = obstacle(self._core)
@@ -199,6 +239,10 @@ class BackwardOverlap:
         # Inside of others, of which a checkpoint with reentrant makes many, nobody must wait.
         if self._run is not None and (self._num_tasks == 1 or self._run.is_complete):
             self._run.wait()
+        if is_ddp(self._core.model()) and self._run is not None:
+            # DDP puts its own into the parameters' gradients in a callback that comes after this.
+            run = weakref.ref(self._run)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _spend_late(run()))
 
     def _refuse(self, problem: str) -> RuntimeError:
         reason = f"{problem}. Load a checkpoint of parameters and optimizer to go on."
@@ -223,6 +267,11 @@ class _Owner:
                 "gradients were asked for between backward() and step(), where parameters had been "
                 "updated with them already"
             )
+
+
+def _spend_late(run: Run | None) -> None:
+    if run is not None:
+        run.spend_late()
 
 
 def _hook(reference: weakref.ref[BackwardOverlap]) -> Callable[[torch.Tensor], None]:

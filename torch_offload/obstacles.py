@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -70,6 +70,11 @@ def _of_late_updates(core: OffloadCore) -> str | None:
 
 def _of_several_ranks(core: OffloadCore, params: Iterable[torch.Tensor]) -> str | None:
     distributed = torch.distributed
+    model = core.model()
+    if is_ddp(model):
+        from .ddp import obstacle_of
+
+        return obstacle_of(cast(Any, model))
     if (
         not distributed.is_available()
         or not distributed.is_initialized()
@@ -77,14 +82,18 @@ def _of_several_ranks(core: OffloadCore, params: Iterable[torch.Tensor]) -> str 
         or all(is_distributed(param) for param in params)
     ):
         return None
-    if isinstance(core.model(), torch.nn.parallel.DistributedDataParallel):
-        return "gradients are averaged over ranks by DistributedDataParallel"
-    if core.model() is None:
+    if model is None:
         return (
             "there are several ranks, and only the model tells how their gradients meet: "
             "call attach_model(optimizer, model)"
         )
     return None
+
+
+def is_ddp(model: torch.nn.Module | None) -> bool:
+    """Whether a model averages its gradients over ranks in a backward hook."""
+    distributed = torch.distributed.is_available()
+    return distributed and isinstance(model, torch.nn.parallel.DistributedDataParallel)
 
 
 def _is_on_a_device(values: Iterable[Any]) -> bool:

@@ -306,6 +306,11 @@ class Flow:
         if stream != self._compute:
             Handoff(None, stream).take(self._compute)  # I2
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Issue something else on the compute stream."""
+        with on(self._compute):
+            work()
+
     def updates_so_far(self) -> Handoff[None]:
         """Return what to take before the memory of parameters and gradients is used."""
         return Handoff(None, self._compute)

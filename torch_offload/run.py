@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,9 @@ class Run:
         self.done: set[int] = set()
         self._held: deque[tuple[list[torch.Tensor], Handoff[None], torch.device]] = deque()
         self._before: list[Any] = []
+        #: Gradients that are not in the parameters, by their ids, and whose those are.
+        self._given: dict[int, torch.Tensor] = {}
+        self._late: list[torch.Tensor] = []
         shards = expected_shards(core, order)
         for device in dict.fromkeys(shard.param.device for shard in shards):
             _, known = by_chunk(shards, device)
@@ -114,6 +118,26 @@ class Run:
                 except BaseException as error:
                     self._core.after_failure(self.stepper, error)
                     raise
+
+    def gradients_are_averaged(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        wait: Callable[[], object],
+    ) -> None:
+        """Update the chunks that were waiting for these parameters only, with these gradients."""
+        for device in {param.device for param, _ in pairs}:
+            if device in self.flows:
+                self.flows[device].run(wait)
+        self._given.update({id(param): grad for param, grad in pairs})
+        for param, _ in pairs:
+            self.gradient_is_final(param)
+
+    def spend_late(self) -> None:
+        """Take away the gradients of which the memory is not ours."""
+        for param in self._late:
+            if param.grad is not None and not is_spent(param.grad):
+                spend(param, self._owner)
+        self._late.clear()
 
     def finish(self, device: torch.device, chunks: Sequence[list[Shard]]) -> None:
         """Update what is left, now that all gradients are there."""
@@ -168,14 +192,17 @@ class Run:
         device = chunk.shards[0].param.device
         caller = caller_stream(device)
         chunk.flow.wait_for(caller)
-        chunk.flow.update(chunk.number, partial(self.stepper.update, chunk.shards))
+        with self._gradients_in_place(chunk):
+            chunk.flow.update(chunk.number, partial(self.stepper.update, chunk.shards))
         spent: list[torch.Tensor] = []
         for param in {id(shard.param): shard.param for shard in chunk.shards}.values():
             torch.autograd.graph.increment_version(local(param))  # whoever saved it must not read
             if any(other.missing for other in self._waiting[id(param)]):
                 continue
             self.done.add(id(param))
-            if param.grad is not None and not is_spent(param.grad):
+            if id(param) in self._given:
+                self._late.append(param)
+            elif param.grad is not None and not is_spent(param.grad):
                 spent.append(param.grad)
                 spend(param, self._owner)
         self._held.append((spent, chunk.flow.updates_so_far(), device))
@@ -183,6 +210,19 @@ class Run:
             _, updated, where = self._held[0]
             updated.take(caller_stream(where))  # I5
             self._held.popleft()
+
+    @contextmanager
+    def _gradients_in_place(self, chunk: _Chunk) -> Iterator[None]:
+        """Let parameters have the gradients that were given for them."""
+        params = {id(s.param): s.param for s in chunk.shards if id(s.param) in self._given}
+        own = {key: param.grad for key, param in params.items()}
+        try:
+            for key, param in params.items():
+                param.grad = self._given[key].view_as(param)
+            yield
+        finally:
+            for key, param in params.items():
+                param.grad = own[key]
 
 
 def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:

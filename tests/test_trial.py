@@ -834,6 +834,54 @@ class Ignores(Base):
         return super().step()
 
 
+class NoClosures(Base):
+    def step(self, closure=None):
+        if closure is not None:
+            raise ArithmeticError("no closures here")
+        return super().step()
+
+
+class TakesNone(Base):
+    def step(self):
+        return super().step()
+
+
+class ZeroesBefore(Base):
+    def step(self, closure=None):
+        if closure is not None:
+            self.zero_grad()
+        return super().step(closure)
+
+
+class ZeroesAfter(Base):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if closure is not None:
+            self.zero_grad()
+        return loss
+
+
+class Differentiates(Base):
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+                loss.backward()
+        super().step()
+        return loss
+
+
+class GivesArguments(Base):
+    def step(self, closure=None):
+        return super().step(closure and (lambda: closure(backward=False)))
+
+
+class ByName(Base):
+    def step(self, scale=1.0, *, closure=None):
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -860,7 +908,63 @@ def test_a_closure_is_evaluated_once_and_first():
     assert optimizer.step(closure) == 4.0
     assert calls == [True]
     assert not torch.equal(before[0], params[0])
-    offload(Ignores(params))
+    with pytest.raises(TypeError, match="takes a closure and nothing else, not True"):
+        optimizer.step(True)
+
+
+def closed(kind, config, by_name=False):
+    """Step with a closure, and return what came of it."""
+    params = make_params(CPU, shapes=SHAPES)
+    optimizer = kind(params)
+    if config:
+        offload(optimizer, config)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        loss = sum(p.pow(2).sum() for p in params)
+        loss.backward()
+        return loss.detach()
+
+    set_grads(params, 0)
+    losses = [
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure) for _ in range(3)
+    ]
+    return [p.detach() for p in params], [p.grad for p in params], losses, calls
+
+
+@pytest.mark.parametrize(("kind", "num_calls"), [(Base, 3), (Ignores, 0)])
+def test_a_closure_adds_to_the_gradients_that_there_are(kind, num_calls):
+    assert same(closed(kind, None), closed(kind, CONFIG))
+    assert len(closed(kind, CONFIG)[-1]) == num_calls
+
+
+def test_a_closure_that_is_given_by_name():
+    assert same(closed(ByName, None, by_name=True), closed(ByName, CONFIG, by_name=True))
+
+
+def test_a_class_that_refuses_closures_goes_on_doing_so():
+    for config in (None, CONFIG):
+        with pytest.raises(ArithmeticError, match="no closures here"):
+            closed(NoClosures, config)
+        with pytest.raises(TypeError, match="takes"):
+            closed(TakesNone, config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ZeroesBefore, "changes gradients before it"),
+        (ZeroesAfter, "changes gradients besides"),
+        (Differentiates, "differentiates its value"),
+        (GivesArguments, "gives it arguments"),
+    ],
+)
+def test_what_is_done_around_a_closure_is_refused_where_one_is_given(kind, message):
+    assert_exact(kind)
+    with pytest.raises(NotImplementedError, match=f"{message}.*Evaluate it yourself") as caught:
+        closed(kind, CONFIG)
+    assert kind.__name__ in str(caught.value)
 
 
 def test_other_arguments_of_a_step_are_an_error():

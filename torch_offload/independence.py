@@ -16,7 +16,7 @@ import torch
 from .blueprint import Blueprint, draw, setting_kind
 from .dataflow import Dataflow
 from .holdings import ADVICE, Refused, Steadies, check_holdings, check_state, class_values_kept
-from .interface import check_closure, check_saving
+from .interface import check_saving, try_closure
 from .moments import Moment, difference, same_in_pieces
 from .random_state import random_state
 from .standin import undecorated
@@ -121,7 +121,7 @@ def _try(name: str, blueprint: Blueprint) -> Traits:
             f"{name} couples its parameters: updated {found} is not what it is when they are "
             f"updated together.{why} {ADVICE}"
         )
-    check_closure(name, plain.blueprint)
+    traits = try_closure(name, plain.blueprint, plain.moments, traits)
     check_saving(name, plain.blueprint, traits)
     flow = _watch(plain.blueprint)
     if flow is not None and (flow.exchange or flow.meeting):

@@ -11,7 +11,7 @@ import ctypes
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,11 +102,10 @@ class Tiny:
         if step == _TURN and blueprint.turns:
             self.turn()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as the plain class does."""
-        arguments = () if closure is None else (closure,)
         with torch.enable_grad():
-            return self.blueprint.plain_class.step(self.optimizer, *arguments)
+            return self.blueprint.plain_class.step(self.optimizer, *args, **kwargs)
 
     def moment(self) -> Moment:
         """Copy everything."""
@@ -218,10 +217,9 @@ class TinyOffloaded(Tiny):
         core.planner.layout = _Chunks(core.config.chunk_bytes, False, lambda device: store)
         core.planner.layout.num_params = num_params
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step chunk by chunk."""
-        arguments = () if closure is None else (closure,)
-        return self.optimizer.step(*arguments)
+        return self.optimizer.step(*args, **kwargs)
 
 
 @contextmanager

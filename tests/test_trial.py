@@ -735,6 +735,17 @@ class Returns(Base):
         return {"norm": 1.0}
 
 
+class Unscales(Base):
+    """Is given the GradScaler itself, and would step with scaled gradients if it were not."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        if grad_scaler is not None:
+            grad_scaler.unscale_(self)
+        return super().step(closure)
+
+
 class NeedsGradients(Base):
     def step(self, grads, closure=None):
         super().step(closure)
@@ -771,6 +782,7 @@ class NeedsGradients(Base):
         (Regroups, "changes the lists of its parameters"),
         (Returns, "step returns a dict; offload returns what the closure"),
         (NeedsGradients, "step needs an argument 'grads'"),
+        (Unscales, "argument 'grad_scaler'.*GradScaler unscales the gradients before the step"),
     ],
 )
 def test_refused_with_the_reason(kind, message):

@@ -65,8 +65,16 @@ def check_layout(optimizer: Any) -> None:
 
 
 def check_arguments(name: str, plain_class: type[Optimizer]) -> None:
-    """Refuse a ``step`` that cannot be called without arguments."""
-    for p in list(inspect.signature(undecorated(plain_class)).parameters.values())[1:]:
+    """Refuse a ``step`` that cannot be called without arguments, or that unscales gradients."""
+    parameters = inspect.signature(undecorated(plain_class)).parameters
+    if "grad_scaler" in parameters:
+        raise Refused(
+            f"{name}.step has an argument 'grad_scaler', by which torch.amp.GradScaler hands "
+            "itself over to it; offload calls it without. Take the argument (and "
+            "_step_supports_amp_scaling) out of the class, so that GradScaler unscales the "
+            "gradients before the step, or train it without offload."
+        )
+    for p in list(parameters.values())[1:]:
         if p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             continue
         if "closure" in p.name:

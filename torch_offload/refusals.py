@@ -24,11 +24,16 @@ def check_step_attribute(optimizer: Any, function: str) -> None:
 
 
 def check_duplicates(groups: Iterable[dict[str, Any]]) -> None:
-    """Refuse a parameter that is listed twice, as torch does across groups."""
+    """Refuse a parameter that is listed twice, in one group or in two, as torch does."""
+    seen: set[int] = set()
+    num_listed = 0
     for index, group in enumerate(groups):
-        if len({id(param) for param in group["params"]}) < len(group["params"]):
+        num_listed += len(group["params"])
+        seen.update(map(id, group["params"]))
+        if len(seen) < num_listed:
             raise ValueError(
-                f"parameter group {index} lists a parameter twice. List each parameter once."
+                f"parameter group {index} lists a parameter twice, or one that an earlier group "
+                "lists. List each parameter once."
             )
 
 

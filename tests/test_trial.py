@@ -439,6 +439,34 @@ def test_adagrad_whose_state_is_made_by_its_constructor_alone(device, monkeypatc
     assert_exact(torch.optim.Adagrad, device)
 
 
+FROZEN = (
+    torch.uint8, torch.int8, torch.int64, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Base, torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", FROZEN, ids=str)
+def test_frozen_weights_of_dtypes_that_are_never_trained(kind, dtype):
+    def meddle(params, groups):
+        made = torch.zeros(64, dtype=torch.uint8).view(dtype).view(2, -1)
+        groups[0]["params"] = [torch.nn.Parameter(made, requires_grad=False), *params[:2]]
+
+    assert_exact(kind, meddle=meddle)
+
+
+def test_a_class_that_changes_frozen_weights_is_refused():
+    class Counts(Base):
+        def visit(self, group):
+            for p in group["params"]:
+                if p.dtype is torch.uint8:
+                    p.add_(1)
+
+    weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    params = [weight, *make_params(CPU, shapes=SHAPES)]
+    assert_refused(Counts, "updates parameters that have no gradient", params)
+
+
 # --- refused: coupled --------------------------------------------------------
 
 

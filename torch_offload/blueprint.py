@@ -52,10 +52,17 @@ class Sample:
     shape: tuple[int, ...]
     reversed_strides: bool
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is of a dtype for weights that are never trained, as quantised ones are."""
+        return is_frozen(self.source)
+
     def values(self, seed: int) -> torch.Tensor:
         """Return random numbers of its shape and dtype."""
         generator = torch.Generator().manual_seed(1000 * seed + self.index)
         shape = self.shape[::-1] if self.reversed_strides else self.shape
+        if self.is_frozen:  # hardly any operation knows the dtype
+            return torch.zeros(self.shape, dtype=self.source.dtype)
         kind = torch.complex64 if self.source.is_complex() else torch.float32
         made = torch.randn(shape, generator=generator, dtype=kind).to(self.source.dtype)
         return made.permute(*reversed(range(made.dim()))) if self.reversed_strides else made
@@ -114,7 +121,9 @@ def draw(
         large = _LARGE if index == 0 else None
         for rank, source, name in params:
             shapes = [_EVEN[rank], _EVEN[rank], _ODD[rank]]
-            if rank == 2 and large is not None:
+            if is_frozen(source):
+                shapes = shapes[:1]
+            elif rank == 2 and large is not None:
                 shapes.append(large)
                 large = None
             flipped = rank > 1 and not local(source).is_contiguous()
@@ -176,6 +185,13 @@ def _representatives(
             covered |= has
             chosen.append((group, list(kinds[signature].values())))
     return chosen
+
+
+def is_frozen(param: torch.Tensor) -> bool:
+    """Whether a parameter never gets a gradient, for its dtype."""
+    kind = param.dtype
+    has_kernels = kind.is_complex or (kind.is_floating_point and kind.itemsize > 1)
+    return not (has_kernels or param.requires_grad)
 
 
 def setting_kind(value: Any, is_switch: bool) -> Any:

@@ -65,7 +65,8 @@ class Tiny:
             pieces = sample.split(sample.values(seed=SEED), in_pieces)
             made = [like(sample.source, piece.clone()) for piece in pieces]
             for param in made:
-                param.requires_grad_(True)  # the source may be frozen for now
+                # The source may be frozen for now.
+                param.requires_grad_(not sample.is_frozen)
                 param.__dict__.update(simple_attributes(sample.source))
             self.params.append(made)
             groups[sample.group]["params"] += made
@@ -92,6 +93,8 @@ class Tiny:
         blueprint = self.blueprint
         size = scale(step, (sample.source.dtype for sample in blueprint.samples))
         for sample, params in zip(blueprint.samples, self.params, strict=True):
+            if sample.is_frozen:
+                continue
             grad = sample.values(seed=step) * size
             pieces = sample.split(grad, self._in_pieces)
             for param, piece in zip(params, pieces, strict=True):

@@ -1136,6 +1136,38 @@ class BySize(Base):
         super().update({"lr": group["lr"] / p.shape[-1] if p.numel() > 9000 else 1.0}, p, state)
 
 
+class ByAspect(Base):
+    """Muon's rate: only tall matrices see a factor."""
+
+    def update(self, group, p, state):
+        aspect = p.size(0) / p.size(1) if p.dim() > 1 else 1.0
+        super().update({"lr": group["lr"] * max(1, aspect) ** 0.5}, p, state)
+
+
+class ByAspectOfBirth(Base):
+    """The same, asked once, and in a way that nobody can watch."""
+
+    def update(self, group, p, state):
+        if "factor" not in state:
+            rows, columns = (*p.tolist(), 0.0), (p.tolist() if p.dim() == 1 else p[0].tolist())
+            state["factor"] = max(1, (len(rows) - 1) / len(columns)) ** 0.5 if p.dim() > 1 else 1.0
+        super().update({"lr": group["lr"] * state["factor"]}, p, state)
+
+
+class ByLength(Base):
+    def update(self, group, p, state):
+        super().update({"lr": 0.1 if p.numel() < 1_000_000 else 0.01}, p, state)
+
+
+class ShapeOfState(Base):
+    """Asks for the shape in order to make state, as many do."""
+
+    def update(self, group, p, state):
+        if not state:
+            state["momentum"] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+        super().update(group, p, state)
+
+
 class OtherShape(Base):
     def update(self, group, p, state):
         super().update(group, p, state)
@@ -1150,6 +1182,9 @@ class OtherShape(Base):
         ByColumn,
         ByNormAboveAnything,
         BySize,
+        ByAspect,
+        ByAspectOfBirth,
+        ByLength,
         OtherShape,
         NewData,
         NewGradient,
@@ -1160,7 +1195,7 @@ def test_not_element_wise(kind):
     assert not traits(kind).elementwise
 
 
-@pytest.mark.parametrize("kind", [Base, FirstGroup, NestedHistory, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [Base, FirstGroup, NestedHistory, ShapeOfState, torch.optim.AdamW])
 def test_element_wise(kind):
     assert traits(kind).elementwise
 

@@ -7,7 +7,7 @@ Vocabulary: a *blueprint* says how to make a tiny copy, a *sample* one tiny para
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ _EVEN = ((), (128,), (2, 64), (2, 4, 16), (2, 4, 4, 4), (2, 4, 4, 2, 2))
 _ODD = ((), (37,), (7, 37), (7, 5, 3), (3, 5, 3, 3), (3, 5, 3, 2, 2))
 #: Once: some classes take other paths from 128 in a dimension on, or for whole blocks of 256.
 _LARGE = (128, 128)
+#: Lengths of parameters that are much longer in one dimension than in the others.
+_LONG, _SHORT = 256, 4
 #: From how many different values on a setting is a label or a number, and no switch.
 _MAX_CHOICES = 4
 
@@ -141,6 +143,19 @@ def draw(
                 )
                 blueprint.samples.append(sample)
     return blueprint
+
+
+def stretched(blueprint: Blueprint, dim: int) -> Blueprint:
+    """Return a blueprint with one parameter of each kind, all long in one dimension."""
+    samples = []
+    for sample in blueprint.samples:
+        if sample.copy == 0:
+            shape = [2] * len(sample.shape)
+            if shape:
+                shape[0] = shape[-1] = _SHORT
+                shape[dim] = _LONG
+            samples.append(replace(sample, index=len(samples), shape=tuple(shape)))
+    return replace(blueprint, samples=samples)
 
 
 _Kinds = dict[Any, tuple[int, torch.Tensor, "str | None"]]

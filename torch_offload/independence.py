@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .blueprint import Blueprint, draw, setting_kind
+from .blueprint import Blueprint, draw, setting_kind, stretched
 from .dataflow import Dataflow
 from .holdings import ADVICE, Refused, Steadies, check_holdings, check_state, class_values_kept
 from .interface import check_saving, try_closure
@@ -30,6 +30,7 @@ _ALONE, _FEW = 1, 3
 _KNOWN: dict[str, Traits] = {}
 _MAX_KNOWN = 1000
 _NUM_WATCHED = 3
+_NUM_STRETCHED = 3
 #: How much a trial asks of a class (gaps and turns of a blueprint), in the order in which a class
 #: that cannot bear it is asked less.
 _STRENGTHS = ((2, 2), (2, 1), (1, 2), (1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
@@ -132,9 +133,9 @@ def _try(name: str, blueprint: Blueprint) -> Traits:
             else f"couples its parameters: several of them are put into one {flow.meeting}"
         )
         raise Refused(f"{name} {what}. {ADVICE}")
-    if flow is None or flow.reduction or traits.sparse or traits.random:
+    if flow is None or flow.reduction or flow.size or traits.sparse or traits.random:
         return traits
-    return replace(traits, elementwise=_is_elementwise(plain))
+    return replace(traits, elementwise=_is_elementwise(name, plain))
 
 
 def _step_plainly(name: str, blueprint: Blueprint) -> _Plain:
@@ -269,13 +270,29 @@ def _watch(blueprint: Blueprint) -> Dataflow | None:
                     flow.own(index, [param, param.grad, *own])
                 with flow:
                     tiny.step()
+                if step == 0:
+                    flow.forget_sizes()
         except Exception:
             return None
     return flow
 
 
-def _is_elementwise(plain: _Plain) -> bool:
+def _is_elementwise(name: str, plain: _Plain) -> bool:
     """Whether parts of a parameter get the bits that they have in the whole."""
+    if not _is_same_in_pieces(plain):
+        return False
+    for dim in (0, -1):
+        other = replace(stretched(plain.blueprint, dim), gaps=0)
+        try:
+            if not _is_same_in_pieces(_run_plain(name, other, _NUM_STRETCHED)):
+                return False
+        except Exception:
+            return False
+    return True
+
+
+def _is_same_in_pieces(plain: _Plain) -> bool:
+    """Whether pieces of the parameters of a copy get the bits that they had in the whole."""
     with apart():
         try:
             tiny = Tiny(plain.blueprint, in_pieces=True)

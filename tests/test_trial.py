@@ -581,6 +581,72 @@ def test_coupled_classes_are_refused(kind, message):
     assert_refused(kind, message)
 
 
+class RatePerPosition(Base):
+    """Has one setting for each parameter, by its place in its group."""
+
+    scales: object = ()
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["scales"] = copy.deepcopy(self.scales)
+
+    def pairs(self):
+        for group in self.param_groups:
+            yield from zip(group["params"], group["scales"], strict=False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, scale in self.pairs():
+            if p.grad is not None:
+                rate = scale[0] if isinstance(scale, tuple) else scale
+                self.update({"lr": 0.1 * rate}, p, self.state[p])
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        [1.0] * 12,
+        [1.0] * 8 + [0.1] * 4,
+        (1,) * 9 + (2,) * 3,
+        [True] * 11 + [False],
+        [(1.0, 2)] * 12,
+    ],
+)
+def test_a_setting_for_each_place_in_a_group_is_refused(scales, monkeypatch):
+    monkeypatch.setattr(RatePerPosition, "scales", scales)
+    params = make_params(CPU, shapes=[(4, 3), (5,)] * 6)
+    assert_refused(RatePerPosition, "couples its parameters|could not be tried out", params)
+
+
+class RatePerPlace(RatePerPosition):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.scales = [1.0] * 40
+
+    def pairs(self):
+        places = [p for group in self.param_groups for p in group["params"]]
+        yield from zip(places, self.scales, strict=False)
+
+
+def test_an_attribute_for_each_place_is_refused():
+    params = make_params(CPU, shapes=[(4, 3), (5,)] * 20)
+    assert_refused(RatePerPlace, "couples its parameters|could not be tried out", params)
+
+
+def test_a_pair_of_settings_of_two_parameters_is_no_list_of_places():
+    class Pair(Base):
+        def __init__(self, params, lr=0.1, betas=(0.9, 0.9)):
+            super().__init__(params, lr)
+            self.param_groups[0]["betas"] = betas
+
+        def update(self, group, p, state):
+            first, second = group.get("betas", (0.5, 0.5))
+            super().update({"lr": group["lr"] * first * second}, p, state)
+
+    offload(Pair(make_params(CPU, shapes=[(4, 3), (5,)])))
+
+
 # --- refused: state, attributes ----------------------------------------------
 
 

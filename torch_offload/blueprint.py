@@ -118,7 +118,15 @@ def draw(
     chosen = _representatives(groups)
     if len(chosen) == 1:
         chosen *= 2  # classes may confuse groups, and more can be added later
-    blueprint = Blueprint(plain_class, attributes, [tiny_group(group) for group, _ in chosen])
+    num_params = sum(len(group["params"]) for group in groups)
+    blueprint = Blueprint(
+        plain_class,
+        {key: _unlike(value, num_params) for key, value in attributes.items()},
+        [
+            {key: _unlike(v, len(group["params"])) for key, v in tiny_group(group).items()}
+            for group, _ in chosen
+        ],
+    )
     for index, (_, params) in enumerate(chosen):
         large = _LARGE if index == 0 else None
         for rank, source, name in params:
@@ -220,6 +228,24 @@ def setting_kind(value: Any, is_switch: bool) -> Any:
     if isinstance(value, Mapping):
         return tuple((str(key), setting_kind(item, False)) for key, item in value.items())
     return type(value)
+
+
+def _unlike(value: Any, num_params: int) -> Any:
+    """Make entries of a list unlike that could be one for each parameter, by position.
+
+    Where all are unlike already, it may as well be of something else that is as long.
+    """
+    if type(value) not in (list, tuple) or len(value) != num_params:
+        return value
+    names = [repr(item) for item in value]
+    if len(set(names)) == len(names):
+        return value
+    items = list(value)
+    if len(items) > _MAX_CHOICES:  # there are fewer tiny parameters, and so each sees another one
+        counts: dict[str, int] = {}
+        turns = [counts.update({name: counts.get(name, 0) + 1}) or counts[name] for name in names]
+        items = [value[index] for index in sorted(range(len(turns)), key=turns.__getitem__)]
+    return type(value)(_shrunk(item, 1 / (1 + index / 64)) for index, item in enumerate(items))
 
 
 def turned(

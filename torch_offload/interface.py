@@ -114,6 +114,11 @@ class _Closure:
             for param, grad in zip(self._params, self._grads, strict=True):
                 if param.grad is None:
                     param.grad = None if grad is None else grad.clone()
+                elif grad is not None and grad.layout is not torch.strided:
+                    values = grad.values() * 2  # there is no sum of sparse halves
+                    param.grad = torch.sparse_coo_tensor(
+                        grad.indices(), values, grad.shape, is_coalesced=True
+                    )
                 else:
                     param.grad.add_(param.grad if grad is None else grad)
         with torch.enable_grad():

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from training import assert_same, late, make_params, set_grads
 
 from torch_offload import OffloadConfig, blueprint, independence, offload, offload_stats, unoffload
+from torch_offload.counters import Counters
 from torch_offload.values import same
 
 CPU = torch.device("cpu")
@@ -541,6 +542,46 @@ class CouplesLate(Base):
         super().update({"lr": group["lr"] / self.factor}, p, state)
 
 
+class CouplesMuchLater(CouplesLate):
+    def start(self):
+        super().start()
+        if self.count <= 1000:
+            self.factor = 1
+
+
+class CouplesAfterACountdown(CouplesLate):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.schedule = {"left": [900.0]}
+
+    def start(self):
+        super().start()
+        self.schedule["left"][0] -= 1
+        if self.schedule["left"][0] > 0:
+            self.factor = 1
+
+
+class CouplesByState(Base):
+    def start(self):
+        counts = [entry["count"] for entry in self.state.values()]
+        self.late = sum(count > 2000 for count in counts)
+
+    def update(self, group, p, state):
+        state["count"] = state.get("count", 0) + 1
+        super().update({"lr": group["lr"] / (1 + self.late)}, p, state)
+
+
+class ClipsMuchLater(ClipsNever):
+    """Only the operations tell of it."""
+
+    def visit(self, group):
+        group["count"] = group.get("count", 0) + 1
+
+    def measure(self, grads):
+        late = self.param_groups[0].get("count", 0) > 700
+        return super().measure(grads) if late else 0.0
+
+
 class Batches(Base):
     """Updates equal shapes as one tensor: the same bits on this CPU, not on any device."""
 
@@ -573,6 +614,10 @@ total = [0.0]
         (Clips, "couples its parameters: updated one by one"),
         (ClipsNever, "several of them are put into one aten::stack"),
         (CouplesLate, "couples its parameters: updated one by one"),
+        (CouplesMuchLater, "couples its parameters: updated one by one"),
+        (CouplesAfterACountdown, "couples its parameters: updated one by one"),
+        (CouplesByState, "couples its parameters: updated one by one"),
+        (ClipsMuchLater, "several of them are put into one aten::stack"),
         (Batches, "several of them are put into one aten::stack"),
         (KeepsOrder, "couples its parameters"),
     ],
@@ -1108,6 +1153,21 @@ class DrawsOnce(Base):
         super().update({"lr": group["lr"] * self.noise}, p, state)
 
 
+class DrawsLate(Base):
+    """Explores after a warm-up, as stochastic gradient Langevin dynamics does."""
+
+    def update(self, group, p, state):
+        super().update(group, p, state)
+        count = state["count"] = state.get("count", torch.zeros(())) + 1
+        if count > 500:
+            p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def test_random_numbers_after_a_warm_up():
+    found = traits(DrawsLate)
+    assert (found.random, found.redraws, found.elementwise) == (True, True, False)
+
+
 def test_random_numbers_of_new_state(device):
     assert_exact(DrawsAtBirth, device)
     found = traits(DrawsAtBirth)
@@ -1264,6 +1324,104 @@ def test_not_element_wise(kind):
 @pytest.mark.parametrize("kind", [Base, FirstGroup, NestedHistory, ShapeOfState, torch.optim.AdamW])
 def test_element_wise(kind):
     assert traits(kind).elementwise
+
+
+# --- steps and settings to come ---------------------------------------------
+
+
+class CountsEverywhere(Base):
+    """Has counters in every place, and stays exact after many steps."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.nested = {"steps": [0], "left": 1e6}
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    def start(self):
+        self.nested["steps"][0] += 1
+        self.nested["left"] -= 1
+
+    def visit(self, group):
+        group["steps"] += 1
+
+    def update(self, group, p, state):
+        state["step"] = state.get("step", torch.zeros(())) + 1
+        total = self.nested["steps"][0] + group["steps"] + float(state["step"])
+        super().update({"lr": group["lr"] / total}, p, state)
+
+
+class Ends(Base):
+    """Is at its end after some steps, as a schedule of its own may be."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.count = 0
+
+    def start(self):
+        self.count += 1
+        if self.count > 50:
+            raise ValueError("the schedule has 50 steps")
+
+
+def test_many_steps_are_no_obstacle():
+    assert_exact(CountsEverywhere)
+    assert traits(CountsEverywhere).elementwise
+    assert_exact(Ends)
+
+
+def test_counters_go_on_and_nothing_else():
+    one, same_one = torch.zeros(()), torch.ones(3)
+    root = {"up": 0, "down": 5.0, "tensor": one, "alias": one, "list": [[1], {"k": 2}]}
+    root |= {"flag": 0, "fixed": 1, "twos": 0, "turns": 0, "bool": False, "wide": same_one}
+    roots = {"root": (root, list(root))}
+    counters = Counters()
+    for step in range(4):
+        counters.look(roots)
+        root["up"] += 1
+        root["down"] -= 1
+        root["list"][0][0] += 1
+        root["list"][1]["k"] += 1
+        root["twos"] += 2
+        root["turns"] += (-1) ** step
+        root["flag"] = 1
+        one.add_(1)
+    counters.look(roots)
+    counters.advance(roots)
+    assert root["up"] == 10_004
+    assert root["down"] == -9_999.0
+    assert one == 10_004
+    assert root["list"] == [[10_005], {"k": 10_006}]
+    assert (root["flag"], root["fixed"], root["twos"], root["turns"]) == (1, 1, 8, 0)
+
+
+class MaySwitch(Base):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(clip=None, mode=False, decay=0.0, steps=0)
+
+    def visit(self, group):
+        group["steps"] += 1
+        group["new"] = 1.0
+
+
+def test_settings_that_no_trial_has_seen():
+    optimizer = offload(MaySwitch(make_params(CPU, shapes=SHAPES)), CONFIG)
+    seen, groups = optimizer._offload_core.traits.settings, optimizer.param_groups
+    for step in range(3):
+        assert not seen.has_others(groups)
+        set_grads(groups[0]["params"], step)
+        optimizer.step()
+        groups[0]["lr"] = (0.0, np.float64(0.5), 1)[step]
+        groups[0]["initial_lr"] = 0.1
+    assert not seen.has_others(groups)
+    for key, value in (("clip", 0.1), ("mode", True), ("decay", 0.1), ("steps", -1), ("more", 1)):
+        for changed in ({**groups[0], key: value}, {**groups[0], "params": [], key: value}):
+            assert seen.has_others([*groups, changed])
+    assert seen.has_others([{key: value for key, value in groups[0].items() if key != "clip"}])
+    own = offload(torch.optim.AdamW(make_params(CPU)))
+    assert own._offload_core.traits.settings is None
 
 
 # --- size of the trial -------------------------------------------------------

@@ -97,6 +97,7 @@ class Blueprint:
         gaps: how gradients are missing: 0 never, 1 of some parameters, 2 of all in one step.
         turns: how hyper-parameters change in the middle: 0 not at all, 1 a learning rate of zero
             becomes another, 2 those of each group become others.
+        ages: whether counters are moved far ahead towards the end.
     """
 
     plain_class: type[torch.optim.Optimizer]
@@ -107,6 +108,7 @@ class Blueprint:
     constructed: bool = False
     gaps: int = 2
     turns: int = 2
+    ages: bool = True
 
 
 def draw(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .settings import Settings
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:
@@ -16,6 +18,8 @@ class Traits:
         redraws: it does for parameters that have state already.
         takes_closure: its step calls a closure, once and before anything else; or it ignores it.
         closure_error: what a step with a closure raises instead.
+        settings: those that the trial has seen; ``None`` for torch's own classes, which do the same
+            with any.
     """
 
     sparse: bool
@@ -24,3 +28,4 @@ class Traits:
     redraws: bool = False
     takes_closure: bool = True
     closure_error: Exception | None = None
+    settings: Settings | None = None

@@ -21,6 +21,7 @@ from .blueprint import Blueprint, Sample, scale, turned
 from .chunk import TensorSpec
 from .config import OffloadConfig
 from .conversion import convert
+from .counters import Counters, Roots
 from .host import Block
 from .layout import Layout
 from .moments import Moment
@@ -37,6 +38,8 @@ NUM_STEPS = 12
 _TURN = 5
 #: In this step no parameter has a gradient.
 _EMPTY = 8
+#: Before this step, counters are moved far ahead.
+AGE = 9
 SEED = 20
 
 
@@ -58,6 +61,7 @@ class Tiny:
     ) -> None:
         self.blueprint = blueprint
         self._in_pieces = in_pieces
+        self._counters = Counters()
         self.params: list[list[torch.Tensor]] = []
         memo: dict[int, tuple[Any, Any]] = {}
         groups = [{**rebuilt(group, _copied, memo), "params": []} for group in blueprint.groups]
@@ -89,8 +93,12 @@ class Tiny:
         return [param for params in self.params for param in params]
 
     def give_gradients(self, step: int) -> None:
-        """Put gradients on the parameters, and turn the hyper-parameters when it is time."""
+        """Put gradients on the parameters, and turn the hyper-parameters when it is time; and move
+        counters on."""
         blueprint = self.blueprint
+        self._counters.look(self._numbered())
+        if step == AGE:
+            self.age()
         size = scale(step, (sample.source.dtype for sample in blueprint.samples))
         for sample, params in zip(blueprint.samples, self.params, strict=True):
             if sample.is_frozen:
@@ -104,6 +112,7 @@ class Tiny:
                     param.grad = piece.to_sparse(1) if blueprint.sparse else piece
         if step == _TURN and blueprint.turns:
             self.turn()
+            self._counters.look(self._numbered(), is_step=False)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as the plain class does."""
@@ -128,6 +137,25 @@ class Tiny:
             ],
             attributes=rebuilt(self.attributes, _copied, memo),
         )
+
+    def age(self) -> None:
+        """Make what counts steps look as after many more of them."""
+        if self.blueprint.ages:
+            self._counters.advance(self._numbered())
+
+    def _numbered(self) -> Roots:
+        """Everything in which steps may be counted."""
+        optimizer, state = self.optimizer, self.optimizer.__dict__["state"]
+        found: dict[Any, tuple[Any, Any]] = {
+            "attributes": (optimizer.__dict__, list(self.attributes))
+        }
+        for index, group in enumerate(optimizer.param_groups):
+            found["group", index] = group, [key for key in group if key not in _LISTS]
+        for index, param in enumerate(self.flat):
+            entry = state.get(param)
+            if isinstance(entry, dict):
+                found["state", index] = entry, list(entry)
+        return found
 
     @property
     def attributes(self) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import abc
 import copy
+import cProfile
 import pickle
+import pstats
 import random
+import sys
 import threading
 from collections import deque
 from typing import Generic, TypeVar
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -1225,6 +1229,68 @@ def test_the_trial_leaves_no_trace():
     finally:
         pre.remove()
         post.remove()
+
+
+class CallsItsParent(torch.optim.AdamW):
+    """Gets to torch's decorated step, which fires hooks."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_hooks_for_all_optimizers_stay_where_they_are():
+    """Other threads may step other optimizers meanwhile, and a step may be interrupted."""
+    calls, seen = [], []
+
+    class Looks(CallsItsParent):
+        def step(self, closure=None):
+            seen.append((len(pre), len(post)))
+            return super().step(closure)
+
+    pre, post = (
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
+    )
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: calls.append(("pre", optimizer))),
+        register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(("post", optimizer))),
+    ]
+    try:
+        params = make_params(CPU, shapes=SHAPES)
+        optimizer = offload(Looks(params), CONFIG)
+        for step in range(2):
+            set_grads(params, step)
+            optimizer.step()
+        other = torch.optim.SGD(params[:1], lr=0.1)
+        other.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert set(seen) == {(1, 1)}
+    assert calls == [(when, o) for o in (optimizer, optimizer, other) for when in ("pre", "post")]
+    assert not pre
+    assert not post
+
+
+def test_profilers_go_on():
+    def mark():
+        pass
+
+    profile = cProfile.Profile()
+    profile.enable()
+    offload(Base(make_params(CPU)))
+    mark()
+    profile.disable()
+    assert any(name == "mark" for _, _, name in pstats.Stats(profile).stats)
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name))
+    try:
+        offload(Base(make_params(CPU)))
+        mark()
+    finally:
+        sys.setprofile(None)
+    assert "mark" in names
 
 
 # --- element-wise ------------------------------------------------------------

@@ -157,7 +157,7 @@ def draw(
 
 def stretched(blueprint: Blueprint, dim: int) -> Blueprint:
     """Return a blueprint with one parameter of each kind, all long in one dimension."""
-    samples = []
+    samples: list[Sample] = []
     for sample in blueprint.samples:
         if sample.copy == 0:
             shape = [2] * len(sample.shape)

@@ -7,8 +7,8 @@ shapes may have the bits of single ones on a CPU and others on a GPU.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ _NOBODY: frozenset[int] = frozenset()
 _BY_SHAPE = ("empty", "zeros", "ones", "full", "new_", "rand")
 
 _GET_SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_FUNCTIONS = (types.FunctionType, types.MethodType)
 _SIZES = frozenset({"shape", "size", "numel", "__len__"})
 
 
@@ -46,17 +47,21 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Dataflow:
         self._profile = sys.getprofile()
-        sys.setprofile(self._on_call)
+        # One that is written in C, as cProfile's, could not be put back.
+        self._profiles = isinstance(self._profile, (type(None), *_FUNCTIONS))
+        if self._profiles:
+            sys.setprofile(self._on_call)
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._sizes.__enter__()
+        self._sizes.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._sizes.__exit__(*error)
+        self._sizes.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        sys.setprofile(self._profile)
+        if self._profiles:
+            sys.setprofile(self._profile)
 
-    def _on_call(self, frame: FrameType, event: str, _: Any) -> None:
+    def _on_call(self, frame: types.FrameType, event: str, _: Any) -> None:
         """Notice what was compiled to be given several parameters, though it runs uncompiled."""
         if event != "call" or frame.f_code.co_name != "compile_wrapper":
             return
@@ -142,7 +147,7 @@ class _Sizes(TorchFunctionMode):
     """Tells a dataflow of each call that asks for the size of a tensor."""
 
     def __init__(self, flow: Dataflow) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._flow = flow
 
     def __torch_function__(

@@ -29,7 +29,7 @@ from .notices import Notices
 from .pipeline import Pipeline
 from .probe import simple_attributes
 from .random_state import random_state_kept
-from .standin import bare, default_device_cpu, like, no_global_hooks, uncompiled
+from .standin import bare, default_device_cpu, like, spare_stand_ins, uncompiled
 from .traits import Traits
 from .values import rebuilt
 
@@ -256,10 +256,10 @@ class TinyOffloaded(Tiny):
 @contextmanager
 def apart() -> Iterator[None]:
     """The surroundings of a trial: nothing outside of it changes or is told of it."""
+    spare_stand_ins()
     with (
         torch.inference_mode(False),
         default_device_cpu(),
-        no_global_hooks(),
         uncompiled(),
         random_state_kept(seed=SEED),
         warnings.catch_warnings(),

@@ -92,8 +92,9 @@ def spare_stand_ins() -> None:
 
     Nothing is taken away meanwhile: other threads may step other optimizers.
     """
-    for hooks in (getattr(torch_optimizer, name, None) for name in _GLOBAL_HOOKS):
-        for key, hook in list(hooks.items()) if hooks else ():
+    for name in _GLOBAL_HOOKS:
+        hooks: dict[Any, Any] = getattr(torch_optimizer, name, {})
+        for key, hook in list(hooks.items()):
             if not isinstance(hook, _SparesStandIns) and hooks.get(key) is hook:
                 hooks[key] = _SparesStandIns(hook)
 

@@ -357,6 +357,15 @@ def test_a_parameter_listed_twice_is_refused():
         optimizer = torch.optim.AdamW([p := make_params(CPU)[0], p])
     with pytest.raises(ValueError, match="group 0 lists a parameter twice"):
         offload(optimizer)
+    params = make_params(CPU)
+    optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    offload(optimizer)
+    optimizer.param_groups[1]["params"].append(params[0])
+    set_grads(params, 0)
+    with pytest.raises(ValueError, match="group 1 lists a parameter twice, or one that an earl"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="group 1 lists a parameter twice"):
+        offload(unoffload(optimizer))
 
 
 def test_parameters_over_the_same_memory_are_refused(device):

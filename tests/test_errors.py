@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training import assert_same, fail_at_chunk, make_params, set_grads, train
 
 from torch_offload import (
@@ -17,7 +18,9 @@ from torch_offload import (
     offload_stats,
     synchronize,
     unoffload,
+    values,
 )
+from torch_offload.values import overlap
 
 CPU = torch.device("cpu")
 
@@ -113,6 +116,89 @@ def test_sparse_gradient_is_refused_before_anything_changes():
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
     set_grads(params, 0)
     optimizer.step()
+
+
+def in_inference_mode():
+    with torch.inference_mode():
+        return torch.nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nn.LazyLinear(4).weight, "not initialized yet.*Run the model once"),
+        (lambda: torch.nn.Parameter(torch.eye(4).to_sparse()), "layout torch.sparse_coo.*to_dense"),
+        (lambda: torch.ones(3, 3).to_mkldnn().requires_grad_(), "layout torch._mkldnn"),
+        (in_inference_mode, "made under torch.inference_mode"),
+    ],
+    ids=["lazy", "sparse", "mkldnn", "inference"],
+)
+def test_parameters_without_ordinary_memory(make, message):
+    params = [*make_params(CPU), make()]
+    with pytest.raises(NotImplementedError, match=message):
+        offload(torch.optim.SGD(params, lr=0.1))
+    optimizer = offload(torch.optim.SGD(params[:-1], lr=0.1))
+    optimizer.param_groups[0]["params"].append(params[-1])
+    with pytest.raises(NotImplementedError, match=message):
+        optimizer.step()
+
+
+def test_parameters_without_values():
+    with torch.device("meta"):
+        params = list(torch.nn.Linear(4, 4).parameters())
+    optimizer = offload(torch.optim.AdamW(params))
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(NotImplementedError, match=r"meta device.*no values.*to_empty"):
+        optimizer.step()
+    with FakeTensorMode():
+        fake = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+        with pytest.raises(NotImplementedError, match="under FakeTensorMode"):
+            offload(fake)
+        with pytest.raises(NotImplementedError, match="under FakeTensorMode"):
+            offload(torch.optim.AdamW(make_params(CPU)))
+    with pytest.raises(NotImplementedError, match="under FakeTensorMode"):
+        offload(fake)
+
+
+def test_a_parameter_without_a_name_among_others_that_have_one():
+    params = make_params(CPU)
+    named = [(f"p{index}", param) for index, param in enumerate(params[1:])]
+    optimizer = offload(torch.optim.SGD(named, lr=0.1))
+    optimizer.param_groups[0]["params"].append(params[0])
+    set_grads(params, 0)
+    with pytest.raises(ValueError, match="names in 'param_names' for"):
+        optimizer.step()
+
+
+def test_columns_share_no_element(device):
+    base = torch.arange(24.0, device=device).view(8, 3)
+    columns = [torch.nn.Parameter(base[:, index]) for index in range(3)]
+    set_grads(columns, 0)
+    expected = [torch.nn.Parameter(column.detach().clone()) for column in columns]
+    set_grads(expected, 0)
+    offload(torch.optim.AdamW(columns)).step()
+    torch.optim.AdamW(expected).step()
+    assert all(torch.equal(a, b) for a, b in zip(columns, expected, strict=True))
+
+
+def test_what_has_memory_in_common(monkeypatch):
+    base = torch.zeros(12, 12)
+    other = torch.zeros(4)
+    rows, columns = [base[i] for i in range(12)], [base[:, i] for i in range(12)]
+    tiles = [base[::2, ::2], base[::2, 1::2], base[1::2]]
+    for apart in (rows, columns, tiles, [base[:0], base], [base.to("meta")] * 2, [other, base]):
+        assert overlap(apart) is None
+        assert overlap(apart[::-1]) is None
+    assert overlap([other, *rows[2:], columns[3]]) in ((1, 11), (11, 1))
+    assert overlap([*tiles, base[3:4, 5:6]]) in ((2, 3), (3, 2))
+    assert overlap([base[:, :1].expand(12, 5), columns[1], columns[0]]) in ((0, 2), (2, 0))
+    halves = base.view(torch.float16)
+    assert overlap([base[:, 1], halves[:, 0], halves[:, 1]]) is None
+    assert set(overlap([base[:, 1], halves[:, 0], halves[:, 3]])) == {0, 2}
+    monkeypatch.setattr(values, "_MAX_MARKS", 20)
+    assert overlap(columns) is not None, "so many bytes are not gone through"
+    assert overlap(rows) is None
 
 
 def test_not_enough_host_memory_is_said_before_allocating(device, monkeypatch):

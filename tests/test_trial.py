@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import abc
 import copy
+import cProfile
 import pickle
+import pstats
 import random
+import sys
 import threading
 from collections import deque
 from typing import Generic, TypeVar
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -22,6 +26,7 @@ from torch.optim.optimizer import (
 from training import assert_same, late, make_params, set_grads
 
 from torch_offload import OffloadConfig, blueprint, independence, offload, offload_stats, unoffload
+from torch_offload.counters import Counters
 from torch_offload.values import same
 
 CPU = torch.device("cpu")
@@ -439,6 +444,34 @@ def test_adagrad_whose_state_is_made_by_its_constructor_alone(device, monkeypatc
     assert_exact(torch.optim.Adagrad, device)
 
 
+FROZEN = (
+    torch.uint8, torch.int8, torch.int64, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Base, torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", FROZEN, ids=str)
+def test_frozen_weights_of_dtypes_that_are_never_trained(kind, dtype):
+    def meddle(params, groups):
+        made = torch.zeros(64, dtype=torch.uint8).view(dtype).view(2, -1)
+        groups[0]["params"] = [torch.nn.Parameter(made, requires_grad=False), *params[:2]]
+
+    assert_exact(kind, meddle=meddle)
+
+
+def test_a_class_that_changes_frozen_weights_is_refused():
+    class Counts(Base):
+        def visit(self, group):
+            for p in group["params"]:
+                if p.dtype is torch.uint8:
+                    p.add_(1)
+
+    weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    params = [weight, *make_params(CPU, shapes=SHAPES)]
+    assert_refused(Counts, "updates parameters that have no gradient", params)
+
+
 # --- refused: coupled --------------------------------------------------------
 
 
@@ -513,6 +546,46 @@ class CouplesLate(Base):
         super().update({"lr": group["lr"] / self.factor}, p, state)
 
 
+class CouplesMuchLater(CouplesLate):
+    def start(self):
+        super().start()
+        if self.count <= 1000:
+            self.factor = 1
+
+
+class CouplesAfterACountdown(CouplesLate):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.schedule = {"left": [900.0]}
+
+    def start(self):
+        super().start()
+        self.schedule["left"][0] -= 1
+        if self.schedule["left"][0] > 0:
+            self.factor = 1
+
+
+class CouplesByState(Base):
+    def start(self):
+        counts = [entry["count"] for entry in self.state.values()]
+        self.late = sum(count > 2000 for count in counts)
+
+    def update(self, group, p, state):
+        state["count"] = state.get("count", 0) + 1
+        super().update({"lr": group["lr"] / (1 + self.late)}, p, state)
+
+
+class ClipsMuchLater(ClipsNever):
+    """Only the operations tell of it."""
+
+    def visit(self, group):
+        group["count"] = group.get("count", 0) + 1
+
+    def measure(self, grads):
+        late = self.param_groups[0].get("count", 0) > 700
+        return super().measure(grads) if late else 0.0
+
+
 class Batches(Base):
     """Updates equal shapes as one tensor: the same bits on this CPU, not on any device."""
 
@@ -545,12 +618,82 @@ total = [0.0]
         (Clips, "couples its parameters: updated one by one"),
         (ClipsNever, "several of them are put into one aten::stack"),
         (CouplesLate, "couples its parameters: updated one by one"),
+        (CouplesMuchLater, "couples its parameters: updated one by one"),
+        (CouplesAfterACountdown, "couples its parameters: updated one by one"),
+        (CouplesByState, "couples its parameters: updated one by one"),
+        (ClipsMuchLater, "several of them are put into one aten::stack"),
         (Batches, "several of them are put into one aten::stack"),
         (KeepsOrder, "couples its parameters"),
     ],
 )
 def test_coupled_classes_are_refused(kind, message):
     assert_refused(kind, message)
+
+
+class RatePerPosition(Base):
+    """Has one setting for each parameter, by its place in its group."""
+
+    scales: object = ()
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["scales"] = copy.deepcopy(self.scales)
+
+    def pairs(self):
+        for group in self.param_groups:
+            yield from zip(group["params"], group["scales"], strict=False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, scale in self.pairs():
+            if p.grad is not None:
+                rate = scale[0] if isinstance(scale, tuple) else scale
+                self.update({"lr": 0.1 * rate}, p, self.state[p])
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        [1.0] * 12,
+        [1.0] * 8 + [0.1] * 4,
+        (1,) * 9 + (2,) * 3,
+        [True] * 11 + [False],
+        [(1.0, 2)] * 12,
+    ],
+)
+def test_a_setting_for_each_place_in_a_group_is_refused(scales, monkeypatch):
+    monkeypatch.setattr(RatePerPosition, "scales", scales)
+    params = make_params(CPU, shapes=[(4, 3), (5,)] * 6)
+    assert_refused(RatePerPosition, "couples its parameters|could not be tried out", params)
+
+
+class RatePerPlace(RatePerPosition):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.scales = [1.0] * 40
+
+    def pairs(self):
+        places = [p for group in self.param_groups for p in group["params"]]
+        yield from zip(places, self.scales, strict=False)
+
+
+def test_an_attribute_for_each_place_is_refused():
+    params = make_params(CPU, shapes=[(4, 3), (5,)] * 20)
+    assert_refused(RatePerPlace, "couples its parameters|could not be tried out", params)
+
+
+def test_a_pair_of_settings_of_two_parameters_is_no_list_of_places():
+    class Pair(Base):
+        def __init__(self, params, lr=0.1, betas=(0.9, 0.9)):
+            super().__init__(params, lr)
+            self.param_groups[0]["betas"] = betas
+
+        def update(self, group, p, state):
+            first, second = group.get("betas", (0.5, 0.5))
+            super().update({"lr": group["lr"] * first * second}, p, state)
+
+    offload(Pair(make_params(CPU, shapes=[(4, 3), (5,)])))
 
 
 # --- refused: state, attributes ----------------------------------------------
@@ -735,6 +878,17 @@ class Returns(Base):
         return {"norm": 1.0}
 
 
+class Unscales(Base):
+    """Is given the GradScaler itself, and would step with scaled gradients if it were not."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        if grad_scaler is not None:
+            grad_scaler.unscale_(self)
+        return super().step(closure)
+
+
 class NeedsGradients(Base):
     def step(self, grads, closure=None):
         super().step(closure)
@@ -771,6 +925,7 @@ class NeedsGradients(Base):
         (Regroups, "changes the lists of its parameters"),
         (Returns, "step returns a dict; offload returns what the closure"),
         (NeedsGradients, "step needs an argument 'grads'"),
+        (Unscales, "argument 'grad_scaler'.*GradScaler unscales the gradients before the step"),
     ],
 )
 def test_refused_with_the_reason(kind, message):
@@ -834,6 +989,54 @@ class Ignores(Base):
         return super().step()
 
 
+class NoClosures(Base):
+    def step(self, closure=None):
+        if closure is not None:
+            raise ArithmeticError("no closures here")
+        return super().step()
+
+
+class TakesNone(Base):
+    def step(self):
+        return super().step()
+
+
+class ZeroesBefore(Base):
+    def step(self, closure=None):
+        if closure is not None:
+            self.zero_grad()
+        return super().step(closure)
+
+
+class ZeroesAfter(Base):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if closure is not None:
+            self.zero_grad()
+        return loss
+
+
+class Differentiates(Base):
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+                loss.backward()
+        super().step()
+        return loss
+
+
+class GivesArguments(Base):
+    def step(self, closure=None):
+        return super().step(closure and (lambda: closure(backward=False)))
+
+
+class ByName(Base):
+    def step(self, scale=1.0, *, closure=None):
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -860,7 +1063,63 @@ def test_a_closure_is_evaluated_once_and_first():
     assert optimizer.step(closure) == 4.0
     assert calls == [True]
     assert not torch.equal(before[0], params[0])
-    offload(Ignores(params))
+    with pytest.raises(TypeError, match="takes a closure and nothing else, not True"):
+        optimizer.step(True)
+
+
+def closed(kind, config, by_name=False):
+    """Step with a closure, and return what came of it."""
+    params = make_params(CPU, shapes=SHAPES)
+    optimizer = kind(params)
+    if config:
+        offload(optimizer, config)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        loss = sum(p.pow(2).sum() for p in params)
+        loss.backward()
+        return loss.detach()
+
+    set_grads(params, 0)
+    losses = [
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure) for _ in range(3)
+    ]
+    return [p.detach() for p in params], [p.grad for p in params], losses, calls
+
+
+@pytest.mark.parametrize(("kind", "num_calls"), [(Base, 3), (Ignores, 0)])
+def test_a_closure_adds_to_the_gradients_that_there_are(kind, num_calls):
+    assert same(closed(kind, None), closed(kind, CONFIG))
+    assert len(closed(kind, CONFIG)[-1]) == num_calls
+
+
+def test_a_closure_that_is_given_by_name():
+    assert same(closed(ByName, None, by_name=True), closed(ByName, CONFIG, by_name=True))
+
+
+def test_a_class_that_refuses_closures_goes_on_doing_so():
+    for config in (None, CONFIG):
+        with pytest.raises(ArithmeticError, match="no closures here"):
+            closed(NoClosures, config)
+        with pytest.raises(TypeError, match="takes"):
+            closed(TakesNone, config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ZeroesBefore, "changes gradients before it"),
+        (ZeroesAfter, "changes gradients besides"),
+        (Differentiates, "differentiates its value"),
+        (GivesArguments, "gives it arguments"),
+    ],
+)
+def test_what_is_done_around_a_closure_is_refused_where_one_is_given(kind, message):
+    assert_exact(kind)
+    with pytest.raises(NotImplementedError, match=f"{message}.*Evaluate it yourself") as caught:
+        closed(kind, CONFIG)
+    assert kind.__name__ in str(caught.value)
 
 
 def test_other_arguments_of_a_step_are_an_error():
@@ -896,6 +1155,21 @@ class DrawsOnce(Base):
 
     def update(self, group, p, state):
         super().update({"lr": group["lr"] * self.noise}, p, state)
+
+
+class DrawsLate(Base):
+    """Explores after a warm-up, as stochastic gradient Langevin dynamics does."""
+
+    def update(self, group, p, state):
+        super().update(group, p, state)
+        count = state["count"] = state.get("count", torch.zeros(())) + 1
+        if count > 500:
+            p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def test_random_numbers_after_a_warm_up():
+    found = traits(DrawsLate)
+    assert (found.random, found.redraws, found.elementwise) == (True, True, False)
 
 
 def test_random_numbers_of_new_state(device):
@@ -957,6 +1231,68 @@ def test_the_trial_leaves_no_trace():
         post.remove()
 
 
+class CallsItsParent(torch.optim.AdamW):
+    """Gets to torch's decorated step, which fires hooks."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_hooks_for_all_optimizers_stay_where_they_are():
+    """Other threads may step other optimizers meanwhile, and a step may be interrupted."""
+    calls, seen = [], []
+
+    class Looks(CallsItsParent):
+        def step(self, closure=None):
+            seen.append((len(pre), len(post)))
+            return super().step(closure)
+
+    pre, post = (
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
+    )
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: calls.append(("pre", optimizer))),
+        register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(("post", optimizer))),
+    ]
+    try:
+        params = make_params(CPU, shapes=SHAPES)
+        optimizer = offload(Looks(params), CONFIG)
+        for step in range(2):
+            set_grads(params, step)
+            optimizer.step()
+        other = torch.optim.SGD(params[:1], lr=0.1)
+        other.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert set(seen) == {(1, 1)}
+    assert calls == [(when, o) for o in (optimizer, optimizer, other) for when in ("pre", "post")]
+    assert not pre
+    assert not post
+
+
+def test_profilers_go_on():
+    def mark():
+        pass
+
+    profile = cProfile.Profile()
+    profile.enable()
+    offload(Base(make_params(CPU)))
+    mark()
+    profile.disable()
+    assert any(name == "mark" for _, _, name in pstats.Stats(profile).stats)
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name))
+    try:
+        offload(Base(make_params(CPU)))
+        mark()
+    finally:
+        sys.setprofile(None)
+    assert "mark" in names
+
+
 # --- element-wise ------------------------------------------------------------
 
 
@@ -992,6 +1328,38 @@ class BySize(Base):
         super().update({"lr": group["lr"] / p.shape[-1] if p.numel() > 9000 else 1.0}, p, state)
 
 
+class ByAspect(Base):
+    """Muon's rate: only tall matrices see a factor."""
+
+    def update(self, group, p, state):
+        aspect = p.size(0) / p.size(1) if p.dim() > 1 else 1.0
+        super().update({"lr": group["lr"] * max(1, aspect) ** 0.5}, p, state)
+
+
+class ByAspectOfBirth(Base):
+    """The same, asked once, and in a way that nobody can watch."""
+
+    def update(self, group, p, state):
+        if "factor" not in state:
+            rows, columns = (*p.tolist(), 0.0), (p.tolist() if p.dim() == 1 else p[0].tolist())
+            state["factor"] = max(1, (len(rows) - 1) / len(columns)) ** 0.5 if p.dim() > 1 else 1.0
+        super().update({"lr": group["lr"] * state["factor"]}, p, state)
+
+
+class ByLength(Base):
+    def update(self, group, p, state):
+        super().update({"lr": 0.1 if p.numel() < 1_000_000 else 0.01}, p, state)
+
+
+class ShapeOfState(Base):
+    """Asks for the shape in order to make state, as many do."""
+
+    def update(self, group, p, state):
+        if not state:
+            state["momentum"] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+        super().update(group, p, state)
+
+
 class OtherShape(Base):
     def update(self, group, p, state):
         super().update(group, p, state)
@@ -1006,6 +1374,9 @@ class OtherShape(Base):
         ByColumn,
         ByNormAboveAnything,
         BySize,
+        ByAspect,
+        ByAspectOfBirth,
+        ByLength,
         OtherShape,
         NewData,
         NewGradient,
@@ -1016,9 +1387,107 @@ def test_not_element_wise(kind):
     assert not traits(kind).elementwise
 
 
-@pytest.mark.parametrize("kind", [Base, FirstGroup, NestedHistory, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [Base, FirstGroup, NestedHistory, ShapeOfState, torch.optim.AdamW])
 def test_element_wise(kind):
     assert traits(kind).elementwise
+
+
+# --- steps and settings to come ---------------------------------------------
+
+
+class CountsEverywhere(Base):
+    """Has counters in every place, and stays exact after many steps."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.nested = {"steps": [0], "left": 1e6}
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    def start(self):
+        self.nested["steps"][0] += 1
+        self.nested["left"] -= 1
+
+    def visit(self, group):
+        group["steps"] += 1
+
+    def update(self, group, p, state):
+        state["step"] = state.get("step", torch.zeros(())) + 1
+        total = self.nested["steps"][0] + group["steps"] + float(state["step"])
+        super().update({"lr": group["lr"] / total}, p, state)
+
+
+class Ends(Base):
+    """Is at its end after some steps, as a schedule of its own may be."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.count = 0
+
+    def start(self):
+        self.count += 1
+        if self.count > 50:
+            raise ValueError("the schedule has 50 steps")
+
+
+def test_many_steps_are_no_obstacle():
+    assert_exact(CountsEverywhere)
+    assert traits(CountsEverywhere).elementwise
+    assert_exact(Ends)
+
+
+def test_counters_go_on_and_nothing_else():
+    one, same_one = torch.zeros(()), torch.ones(3)
+    root = {"up": 0, "down": 5.0, "tensor": one, "alias": one, "list": [[1], {"k": 2}]}
+    root |= {"flag": 0, "fixed": 1, "twos": 0, "turns": 0, "bool": False, "wide": same_one}
+    roots = {"root": (root, list(root))}
+    counters = Counters()
+    for step in range(4):
+        counters.look(roots)
+        root["up"] += 1
+        root["down"] -= 1
+        root["list"][0][0] += 1
+        root["list"][1]["k"] += 1
+        root["twos"] += 2
+        root["turns"] += (-1) ** step
+        root["flag"] = 1
+        one.add_(1)
+    counters.look(roots)
+    counters.advance(roots)
+    assert root["up"] == 10_004
+    assert root["down"] == -9_999.0
+    assert one == 10_004
+    assert root["list"] == [[10_005], {"k": 10_006}]
+    assert (root["flag"], root["fixed"], root["twos"], root["turns"]) == (1, 1, 8, 0)
+
+
+class MaySwitch(Base):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(clip=None, mode=False, decay=0.0, steps=0)
+
+    def visit(self, group):
+        group["steps"] += 1
+        group["new"] = 1.0
+
+
+def test_settings_that_no_trial_has_seen():
+    optimizer = offload(MaySwitch(make_params(CPU, shapes=SHAPES)), CONFIG)
+    seen, groups = optimizer._offload_core.traits.settings, optimizer.param_groups
+    for step in range(3):
+        assert not seen.has_others(groups)
+        set_grads(groups[0]["params"], step)
+        optimizer.step()
+        groups[0]["lr"] = (0.0, np.float64(0.5), 1)[step]
+        groups[0]["initial_lr"] = 0.1
+    assert not seen.has_others(groups)
+    for key, value in (("clip", 0.1), ("mode", True), ("decay", 0.1), ("steps", -1), ("more", 1)):
+        for changed in ({**groups[0], key: value}, {**groups[0], "params": [], key: value}):
+            assert seen.has_others([*groups, changed])
+    assert seen.has_others([{key: value for key, value in groups[0].items() if key != "clip"}])
+    own = offload(torch.optim.AdamW(make_params(CPU)))
+    assert own._offload_core.traits.settings is None
 
 
 # --- size of the trial -------------------------------------------------------
@@ -1046,3 +1515,37 @@ def test_a_single_group_is_tried_out_as_two():
         rates = [group["lr"] for group in turned]
         assert len(set(rates)) == num_rates
         assert min(rates) > 0
+
+
+class Clipping(torch.optim.Optimizer):
+    """SGD that clips the norm of all gradients, where that is asked for."""
+
+    def __init__(self, params, lr=0.1, clip=None):
+        super().__init__(params, {"lr": lr, "clip": clip})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if group["clip"] is not None:
+                torch.nn.utils.clip_grad_norm_(params, group["clip"])
+            for param in params:
+                param.add_(param.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("how", ["changed", "another group"])
+def test_settings_that_come_after_the_conversion_are_tried_as_well(how):
+    params = make_params(CPU, shapes=[(8, 8), (8,), (4, 4)])
+    optimizer = offload(Clipping(params[:2]), OffloadConfig(chunk_size=256))
+    set_grads(params, 0)
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    if how == "changed":
+        optimizer.param_groups[0]["clip"] = 0.1
+    else:
+        optimizer.add_param_group({"params": params[2:], "clip": 0.1})
+    with pytest.raises(NotImplementedError, match="couples its parameters"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+    optimizer.param_groups[-1]["clip"] = None
+    optimizer.step()

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from .holdings import ADVICE, Refused, check_holdings
 from .independence import check_independent
-from .refusals import check_duplicates, check_step_attribute
+from .refusals import check_duplicates, check_memory, check_not_fake, check_step_attribute
 from .standin import undecorated
 from .traits import Traits
 from .trial import own_attributes
@@ -31,10 +31,14 @@ def check_optimizer(optimizer: Any) -> Traits:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"offload() takes a torch.optim.Optimizer, not {name}.")
     check_layout(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    check_not_fake(params)
+    for param in params:
+        check_memory(param)
     check_arguments(name, type(optimizer))
     attributes = own_attributes(optimizer)
     check_holdings(name, attributes, optimizer.param_groups)
-    if not any(group["params"] for group in optimizer.param_groups):
+    if not params:
         raise ValueError(f"{name} has no parameters. Give it parameters before offload().")
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -65,8 +69,16 @@ def check_layout(optimizer: Any) -> None:
 
 
 def check_arguments(name: str, plain_class: type[Optimizer]) -> None:
-    """Refuse a ``step`` that cannot be called without arguments."""
-    for p in list(inspect.signature(undecorated(plain_class)).parameters.values())[1:]:
+    """Refuse a ``step`` that cannot be called without arguments, or that unscales gradients."""
+    parameters = inspect.signature(undecorated(plain_class)).parameters
+    if "grad_scaler" in parameters:
+        raise Refused(
+            f"{name}.step has an argument 'grad_scaler', by which torch.amp.GradScaler hands "
+            "itself over to it; offload calls it without. Take the argument (and "
+            "_step_supports_amp_scaling) out of the class, so that GradScaler unscales the "
+            "gradients before the step, or train it without offload."
+        )
+    for p in list(parameters.values())[1:]:
         if p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             continue
         if "closure" in p.name:

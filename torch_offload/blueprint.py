@@ -7,7 +7,7 @@ Vocabulary: a *blueprint* says how to make a tiny copy, a *sample* one tiny para
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ _EVEN = ((), (128,), (2, 64), (2, 4, 16), (2, 4, 4, 4), (2, 4, 4, 2, 2))
 _ODD = ((), (37,), (7, 37), (7, 5, 3), (3, 5, 3, 3), (3, 5, 3, 2, 2))
 #: Once: some classes take other paths from 128 in a dimension on, or for whole blocks of 256.
 _LARGE = (128, 128)
+#: Lengths of parameters that are much longer in one dimension than in the others.
+_LONG, _SHORT = 256, 4
 #: From how many different values on a setting is a label or a number, and no switch.
 _MAX_CHOICES = 4
 
@@ -52,10 +54,17 @@ class Sample:
     shape: tuple[int, ...]
     reversed_strides: bool
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is of a dtype for weights that are never trained, as quantised ones are."""
+        return is_frozen(self.source)
+
     def values(self, seed: int) -> torch.Tensor:
         """Return random numbers of its shape and dtype."""
         generator = torch.Generator().manual_seed(1000 * seed + self.index)
         shape = self.shape[::-1] if self.reversed_strides else self.shape
+        if self.is_frozen:  # hardly any operation knows the dtype
+            return torch.zeros(self.shape, dtype=self.source.dtype)
         kind = torch.complex64 if self.source.is_complex() else torch.float32
         made = torch.randn(shape, generator=generator, dtype=kind).to(self.source.dtype)
         return made.permute(*reversed(range(made.dim()))) if self.reversed_strides else made
@@ -88,6 +97,7 @@ class Blueprint:
         gaps: how gradients are missing: 0 never, 1 of some parameters, 2 of all in one step.
         turns: how hyper-parameters change in the middle: 0 not at all, 1 a learning rate of zero
             becomes another, 2 those of each group become others.
+        ages: whether counters are moved far ahead towards the end.
     """
 
     plain_class: type[torch.optim.Optimizer]
@@ -98,6 +108,7 @@ class Blueprint:
     constructed: bool = False
     gaps: int = 2
     turns: int = 2
+    ages: bool = True
 
 
 def draw(
@@ -109,12 +120,22 @@ def draw(
     chosen = _representatives(groups)
     if len(chosen) == 1:
         chosen *= 2  # classes may confuse groups, and more can be added later
-    blueprint = Blueprint(plain_class, attributes, [tiny_group(group) for group, _ in chosen])
+    num_params = sum(len(group["params"]) for group in groups)
+    blueprint = Blueprint(
+        plain_class,
+        {key: _unlike(value, num_params) for key, value in attributes.items()},
+        [
+            {key: _unlike(v, len(group["params"])) for key, v in tiny_group(group).items()}
+            for group, _ in chosen
+        ],
+    )
     for index, (_, params) in enumerate(chosen):
         large = _LARGE if index == 0 else None
         for rank, source, name in params:
             shapes = [_EVEN[rank], _EVEN[rank], _ODD[rank]]
-            if rank == 2 and large is not None:
+            if is_frozen(source):
+                shapes = shapes[:1]
+            elif rank == 2 and large is not None:
                 shapes.append(large)
                 large = None
             flipped = rank > 1 and not local(source).is_contiguous()
@@ -132,6 +153,19 @@ def draw(
                 )
                 blueprint.samples.append(sample)
     return blueprint
+
+
+def stretched(blueprint: Blueprint, dim: int) -> Blueprint:
+    """Return a blueprint with one parameter of each kind, all long in one dimension."""
+    samples: list[Sample] = []
+    for sample in blueprint.samples:
+        if sample.copy == 0:
+            shape = [2] * len(sample.shape)
+            if shape:
+                shape[0] = shape[-1] = _SHORT
+                shape[dim] = _LONG
+            samples.append(replace(sample, index=len(samples), shape=tuple(shape)))
+    return replace(blueprint, samples=samples)
 
 
 _Kinds = dict[Any, tuple[int, torch.Tensor, "str | None"]]
@@ -178,6 +212,13 @@ def _representatives(
     return chosen
 
 
+def is_frozen(param: torch.Tensor) -> bool:
+    """Whether a parameter never gets a gradient, for its dtype."""
+    kind = param.dtype
+    has_kernels = kind.is_complex or (kind.is_floating_point and kind.itemsize > 1)
+    return not (has_kernels or param.requires_grad)
+
+
 def setting_kind(value: Any, is_switch: bool) -> Any:
     """What a setting may decide: its value if it is a switch, else whether it is zero."""
     if value is None or isinstance(value, bool) or (is_switch and isinstance(value, (str, int))):
@@ -189,6 +230,24 @@ def setting_kind(value: Any, is_switch: bool) -> Any:
     if isinstance(value, Mapping):
         return tuple((str(key), setting_kind(item, False)) for key, item in value.items())
     return type(value)
+
+
+def _unlike(value: Any, num_params: int) -> Any:
+    """Make entries of a list unlike that could be one for each parameter, by position.
+
+    Where all are unlike already, it may as well be of something else that is as long.
+    """
+    if type(value) not in (list, tuple) or len(value) != num_params:
+        return value
+    names = [repr(item) for item in value]
+    if len(set(names)) == len(names):
+        return value
+    items = list(value)
+    if len(items) > _MAX_CHOICES:  # there are fewer tiny parameters, and so each sees another one
+        counts: dict[str, int] = {}
+        turns = [counts.update({name: counts.get(name, 0) + 1}) or counts[name] for name in names]
+        items = [value[index] for index in sorted(range(len(turns)), key=turns.__getitem__)]
+    return type(value)(_shrunk(item, 1 / (1 + index / 64)) for index, item in enumerate(items))
 
 
 def turned(

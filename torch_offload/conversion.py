@@ -187,10 +187,15 @@ def _step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwa
         )
     core: OffloadCore = self._offload_core
     core.optimizer.__dict__["_opt_called"] = True  # what LR schedulers look for
-    loss = None
+    loss, traits = None, core.traits
     if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
+        if not callable(closure):
+            raise TypeError(f"step() takes a closure and nothing else, not {closure!r}.")
+        if traits.closure_error is not None:
+            raise copy.copy(traits.closure_error)  # each with a traceback of its own
+        if traits.takes_closure:
+            with torch.enable_grad():
+                loss = closure()
     with outside_autograd():
         settle(core)
         core.step()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,7 @@ class OffloadCore:
             raise RuntimeError(self.failure.reason)
         optimizer = self.optimizer
         check_duplicates(optimizer.param_groups)
+        self._try_new_settings()
         run: Run | ForwardRun | None = self.overlap.before_step() if self.overlap else None
         shards = self.planner.collect(optimizer.param_groups, run.done if run else frozenset())
         for device in {shard.param.device for shard in shards}:
@@ -173,6 +175,27 @@ class OffloadCore:
                 self.planner.keep_what_fits(device)
         if self.overlap:
             self.overlap.after_step()
+
+    def _try_new_settings(self) -> None:
+        """Where groups have settings that no trial has seen, try the class with them.
+
+        Raises:
+            NotImplementedError: it cannot be offloaded with them.
+        """
+        groups, known = self.optimizer.param_groups, self.traits.settings
+        if known is None or not known.has_others(groups):
+            return
+        from .independence import check_independent
+        from .trial import own_attributes
+
+        attributes = own_attributes(self.optimizer)
+        traits = check_independent(self.plain_class, attributes, groups, self.state)
+        if replace(traits, settings=None) != replace(self.traits, settings=None):
+            raise NotImplementedError(
+                f"{self.plain_class.__name__} is stepped in another way with the settings that its "
+                "groups have now. Call unoffload() and offload() again."
+            )
+        self.traits = traits
 
     def new_stepper(self, own_tensors: bool = False) -> Stepper:
         """Begin a step with the hyper-parameters as they are now.

@@ -7,16 +7,21 @@ shapes may have the bits of single ones on a CPU and others on a GPU.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NOBODY: frozenset[int] = frozenset()
 #: What a new tensor made like another one takes over is its shape.
 _BY_SHAPE = ("empty", "zeros", "ones", "full", "new_", "rand")
+
+_GET_SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+_SIZES = frozenset({"shape", "size", "numel", "__len__"})
 
 
 class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -26,6 +31,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meeting: an operation in which several parameters met.
         reduction: an operation that made fewer elements of more.
         exchange: an operation that talked to other processes.
+        size: what asked how large a parameter is whose state existed already.
     """
 
     def __init__(self) -> None:
@@ -33,21 +39,29 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.meeting: str | None = None
         self.reduction: str | None = None
         self.exchange: str | None = None
+        self.size: str | None = None
+        self._sizes = _Sizes(self)
         self._owners: dict[int, frozenset[int]] = {}
         #: Memory that was given back could be taken again by something else.
         self._kept: list[torch.UntypedStorage] = []
 
     def __enter__(self) -> Dataflow:
         self._profile = sys.getprofile()
-        sys.setprofile(self._on_call)
+        # One that is written in C, as cProfile's, could not be put back.
+        self._profiles = isinstance(self._profile, (type(None), *_FUNCTIONS))
+        if self._profiles:
+            sys.setprofile(self._on_call)
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._sizes.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._sizes.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        sys.setprofile(self._profile)
+        if self._profiles:
+            sys.setprofile(self._profile)
 
-    def _on_call(self, frame: FrameType, event: str, _: Any) -> None:
+    def _on_call(self, frame: types.FrameType, event: str, _: Any) -> None:
         """Notice what was compiled to be given several parameters, though it runs uncompiled."""
         if event != "call" or frame.f_code.co_name != "compile_wrapper":
             return
@@ -63,6 +77,15 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in values:
             if _is_real(value):
                 self._own(value, frozenset({index}))
+
+    def forget_sizes(self) -> None:
+        """Forget who asked for a size. Whoever makes state does, and what it makes is compared."""
+        self.size = None
+
+    def asked_for_size(self, tensor: Any, function: str) -> None:
+        """Notice that somebody asked how large a tensor is."""
+        if _is_real(tensor) and tensor.numel() > 1 and self._owners.get(_key(tensor)):
+            self.size = self.size or function
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -118,6 +141,22 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._owners[_key(tensor)] = self._owners.get(_key(tensor), _NOBODY) | owners
         self._kept.append(tensor.untyped_storage())
+
+
+class _Sizes(TorchFunctionMode):
+    """Tells a dataflow of each call that asks for the size of a tensor."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        super().__init__()
+        self._flow = flow
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = "shape" if func == _GET_SHAPE else getattr(func, "__name__", "")
+        if name in _SIZES and args:
+            self._flow.asked_for_size(args[0], name)
+        return func(*args, **(kwargs or {}))
 
 
 def _is_real(value: Any) -> bool:

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from .blueprint import Blueprint, draw, setting_kind
+from .blueprint import Blueprint, draw, setting_kind, stretched
 from .dataflow import Dataflow
 from .holdings import ADVICE, Refused, Steadies, check_holdings, check_state, class_values_kept
-from .interface import check_closure, check_saving
+from .interface import check_saving, try_closure
 from .moments import Moment, difference, same_in_pieces
 from .random_state import random_state
+from .settings import Settings
 from .standin import undecorated
 from .traits import Traits
-from .trial import NUM_STEPS, Tiny, TinyOffloaded, apart
+from .trial import AGE, NUM_STEPS, Tiny, TinyOffloaded, apart
 from .values import fingerprint, same
 
 #: Parameters in a chunk of the offloaded copies: each by itself, then a few together.
@@ -29,7 +30,8 @@ _ALONE, _FEW = 1, 3
 #: What was found out about torch's own classes: no code of others runs in those.
 _KNOWN: dict[str, Traits] = {}
 _MAX_KNOWN = 1000
-_NUM_WATCHED = 3
+_NUM_WATCHED = 4
+_NUM_STRETCHED = 3
 #: How much a trial asks of a class (gaps and turns of a blueprint), in the order in which a class
 #: that cannot bear it is asked less.
 _STRENGTHS = ((2, 2), (2, 1), (1, 2), (1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
@@ -42,6 +44,7 @@ class _Plain:
     blueprint: Blueprint
     moments: list[Moment]
     random: bool
+    redraws: bool
 
 
 def check_independent(
@@ -73,9 +76,10 @@ def check_independent(
     blueprint = draw(plain_class, attributes, groups)
     key = _key(blueprint)
     if key not in _KNOWN:
-        traits = _try(name, blueprint)
+        traits, plain = _try(name, blueprint)
         if key is None:
-            return traits
+            seen = [group for moment in plain.moments for group in moment.groups]
+            return replace(traits, settings=Settings([*groups, *blueprint.groups, *seen]))
         if len(_KNOWN) >= _MAX_KNOWN:
             _KNOWN.clear()
         _KNOWN[key] = traits
@@ -106,11 +110,13 @@ def _settings(values: Mapping[str, Any]) -> list[Any]:
     return [(key, setting_kind(value, isinstance(value, str))) for key, value in values.items()]
 
 
-def _try(name: str, blueprint: Blueprint) -> Traits:
+def _try(name: str, blueprint: Blueprint) -> tuple[Traits, _Plain]:
     plain = _step_plainly(name, blueprint)
     traits = Traits(sparse=plain.blueprint.sparse, elementwise=False, random=plain.random)
-    found = _offloaded_difference(name, plain, traits)
-    if found and plain.random:
+    found = None
+    if not plain.redraws:
+        found = _offloaded_difference(name, plain, traits)
+    if plain.redraws or (found and plain.random):
         # Perhaps only because parameters without state are updated first.
         plain = _run_plain(name, replace(plain.blueprint, gaps=0))
         traits = replace(traits, redraws=True)
@@ -121,7 +127,7 @@ def _try(name: str, blueprint: Blueprint) -> Traits:
             f"{name} couples its parameters: updated {found} is not what it is when they are "
             f"updated together.{why} {ADVICE}"
         )
-    check_closure(name, plain.blueprint)
+    traits = try_closure(name, plain.blueprint, plain.moments, traits)
     check_saving(name, plain.blueprint, traits)
     flow = _watch(plain.blueprint)
     if flow is not None and (flow.exchange or flow.meeting):
@@ -132,9 +138,9 @@ def _try(name: str, blueprint: Blueprint) -> Traits:
             else f"couples its parameters: several of them are put into one {flow.meeting}"
         )
         raise Refused(f"{name} {what}. {ADVICE}")
-    if flow is None or flow.reduction or traits.sparse or traits.random:
-        return traits
-    return replace(traits, elementwise=_is_elementwise(plain))
+    if flow is None or flow.reduction or flow.size or traits.sparse or traits.random:
+        return traits, plain
+    return replace(traits, elementwise=_is_elementwise(name, plain)), plain
 
 
 def _step_plainly(name: str, blueprint: Blueprint) -> _Plain:
@@ -150,7 +156,13 @@ def _step_plainly(name: str, blueprint: Blueprint) -> _Plain:
             # A short look first: some classes take long for the large one, only to be refused.
             small = [sample for sample in way.samples if not sample.is_large]
             _run_plain(name, replace(way, samples=small), num_steps=1)
-            return _run_plain(name, way)
+            try:
+                return _run_plain(name, way)
+            except Refused:
+                raise
+            except Exception as error:
+                first = first or error
+            return _run_plain(name, replace(way, ages=False))  # perhaps it ends after some steps
         except Refused:
             raise
         except Exception as error:
@@ -171,18 +183,25 @@ def _run_plain(name: str, blueprint: Blueprint, num_steps: int = NUM_STEPS) -> _
         Refused: what it does then cannot be done chunk by chunk.
     """
     moments: list[Moment] = []
-    draws = False
+    draws = redraws = False
     with apart(), class_values_kept(name, blueprint.plain_class):
         tiny = Tiny(blueprint)
         members = tiny.members()
         last = tiny.moment()
         for step in range(num_steps):
             tiny.give_gradients(step)
+            if step == AGE:
+                last = tiny.moment()
             has_grad = [param.grad is not None for param in tiny.flat]
+            has_newcomers = any(
+                had and not tiny.optimizer.state.get(param)
+                for param, had in zip(tiny.flat, has_grad, strict=True)
+            )
             shared = Steadies(tiny.kept())
             before = random_state()
             result = tiny.step()
-            draws = draws or random_state() != before
+            if random_state() != before:
+                draws, redraws = True, redraws or not has_newcomers
             check_state(name, tiny.optimizer.state, tiny.flat, known_only=True)
             now = tiny.moment()
             _check_step(name, result, has_grad, last, now)
@@ -196,7 +215,7 @@ def _run_plain(name: str, blueprint: Blueprint, num_steps: int = NUM_STEPS) -> _
         if tiny.members() != members:
             raise Refused(f"{name} changes the lists of its parameters in a step. {ADVICE}")
         check_holdings(name, tiny.attributes, tiny.optimizer.param_groups)
-    return _Plain(blueprint, moments, draws)
+    return _Plain(blueprint, moments, draws, redraws)
 
 
 def _check_step(
@@ -263,19 +282,37 @@ def _watch(blueprint: Blueprint) -> Dataflow | None:
                 tiny.turn()
             for step in range(_NUM_WATCHED):
                 tiny.give_gradients(step)
+                if step == _NUM_WATCHED - 1:
+                    tiny.age()
                 state = tiny.optimizer.state
                 for index, param in enumerate(tiny.flat):
                     own = [value for value in state.get(param, {}).values()]
                     flow.own(index, [param, param.grad, *own])
                 with flow:
                     tiny.step()
+                if step == 0:
+                    flow.forget_sizes()
         except Exception:
             return None
     return flow
 
 
-def _is_elementwise(plain: _Plain) -> bool:
+def _is_elementwise(name: str, plain: _Plain) -> bool:
     """Whether parts of a parameter get the bits that they have in the whole."""
+    if not _is_same_in_pieces(plain):
+        return False
+    for dim in (0, -1):
+        other = replace(stretched(plain.blueprint, dim), gaps=0)
+        try:
+            if not _is_same_in_pieces(_run_plain(name, other, _NUM_STRETCHED)):
+                return False
+        except Exception:
+            return False
+    return True
+
+
+def _is_same_in_pieces(plain: _Plain) -> bool:
+    """Whether pieces of the parameters of a copy get the bits that they had in the whole."""
     with apart():
         try:
             tiny = Tiny(plain.blueprint, in_pieces=True)

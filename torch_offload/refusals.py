@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
+from torch.nn.parameter import is_lazy
 
 from .distributed import local
 from .shard import Shard, by_chunk
@@ -25,17 +27,64 @@ def check_step_attribute(optimizer: Any, function: str) -> None:
 
 
 def check_duplicates(groups: Iterable[dict[str, Any]]) -> None:
-    """Refuse a parameter that is listed twice, as torch does across groups."""
+    """Refuse a parameter that is listed twice, in one group or in two, as torch does, and one
+    without a name among others that have one."""
+    seen: set[int] = set()
+    num_listed = 0
     for index, group in enumerate(groups):
-        if len({id(param) for param in group["params"]}) < len(group["params"]):
+        num_listed += len(group["params"])
+        seen.update(map(id, group["params"]))
+        if len(seen) < num_listed:
             raise ValueError(
-                f"parameter group {index} lists a parameter twice. List each parameter once."
+                f"parameter group {index} lists a parameter twice, or one that an earlier group "
+                "lists. List each parameter once."
             )
+        names = group.get("param_names")
+        if names is not None and len(names) != len(group["params"]):
+            raise ValueError(
+                f"parameter group {index} has {len(names)} names in 'param_names' for "
+                f"{len(group['params'])} parameters. Name each, in the same order."
+            )
+
+
+def check_memory(param: torch.Tensor) -> None:
+    """Refuse a parameter that has no ordinary memory to be updated in."""
+    if is_lazy(param):
+        raise NotImplementedError(
+            "a parameter is not initialized yet, as those of lazy modules are before their first "
+            "forward. Run the model once, with a dummy batch, before offload()."
+        )
+    own = local(param)
+    if own.layout is not torch.strided:
+        raise NotImplementedError(
+            f"a parameter of layout {own.layout} (shape {tuple(param.shape)}) cannot be offloaded. "
+            "Use a dense one (to_dense()), or the plain optimizer with it."
+        )
+    if own.requires_grad and own.is_inference():
+        raise NotImplementedError(
+            f"a parameter (shape {tuple(param.shape)}) was made under torch.inference_mode(), and "
+            "can be updated nowhere else. Make the model outside of it."
+        )
+
+
+def check_not_fake(params: Sequence[torch.Tensor]) -> None:
+    """Refuse parameters of a mode in which tensors have no values, or to be called in it."""
+    if detect_fake_mode(list(params)) is not None:
+        raise NotImplementedError(
+            "under FakeTensorMode tensors have no memory that could be moved. Use the plain "
+            "optimizer there, or call offload() outside of it with real parameters."
+        )
 
 
 def check_parameter(param: torch.Tensor, takes_sparse: bool) -> None:
     """Refuse tensor subclasses that wrap other tensors, but for DTensor, and gradients of the wrong
     layout."""
+    check_memory(param)
+    if param.is_meta and param.requires_grad:
+        raise NotImplementedError(
+            f"a parameter on the meta device (shape {tuple(param.shape)}) has no values to update. "
+            "Give the model memory (to_empty()) before the first step, or use the plain optimizer."
+        )
     is_sparse = param.grad is not None and param.grad.layout is not torch.strided
     if param.grad is not None and is_sparse and not takes_sparse:
         raise NotImplementedError(

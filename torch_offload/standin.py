@@ -38,8 +38,8 @@ def step_detached(
         The stand-in that was stepped; its attributes may have changed.
     """
     stand_in = bare(plain_class, attributes, groups, state)
-    with no_global_hooks():
-        undecorated(plain_class)(stand_in)
+    spare_stand_ins()
+    undecorated(plain_class)(stand_in)
     return stand_in
 
 
@@ -52,11 +52,12 @@ def bare(
     """Make an optimizer of these parts, without hooks and without its constructor."""
     made = object.__new__(plain_class)
     made.__dict__.update(attributes)
-    # A class that calls its parent's step() gets there by torch's decorator, which fires hooks.
+    # A class that calls its parent's step() gets there by torch's decorator, which fires hooks:
+    # it finds none here, and those for all optimizers know a stand-in by these.
     made.__dict__.update(
         param_groups=groups,
         state=state,
-        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_pre_hooks=_NoHooks(),
         _optimizer_step_post_hooks=OrderedDict(),
     )
     return made
@@ -70,18 +71,32 @@ def undecorated(plain_class: type[Optimizer]) -> Any:
     return step
 
 
-@contextmanager
-def no_global_hooks() -> Iterator[None]:
-    """Keep hooks that users registered for all optimizers from stand-ins."""
-    hooks = [h for h in (getattr(torch_optimizer, name, None) for name in _GLOBAL_HOOKS) if h]
-    kept = [dict(h) for h in hooks]
-    for h in hooks:
-        h.clear()
-    try:
-        yield
-    finally:
-        for h, items in zip(hooks, kept, strict=True):
-            h.update(items)
+class _NoHooks(OrderedDict[Any, Any]):
+    """The step pre-hooks of a stand-in. It has one of ours at most."""
+
+
+class _SparesStandIns:
+    """A hook that a user registered for all optimizers; stand-ins are none of theirs."""
+
+    def __init__(self, hook: Any) -> None:
+        self.__wrapped__ = hook
+
+    def __call__(self, optimizer: Any, *args: Any) -> Any:
+        if isinstance(optimizer.__dict__.get("_optimizer_step_pre_hooks"), _NoHooks):
+            return None
+        return self.__wrapped__(optimizer, *args)
+
+
+def spare_stand_ins() -> None:
+    """Keep hooks that users registered for all optimizers from stand-ins, for good.
+
+    Nothing is taken away meanwhile: other threads may step other optimizers.
+    """
+    for name in _GLOBAL_HOOKS:
+        hooks: dict[Any, Any] = getattr(torch_optimizer, name, {})
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _SparesStandIns) and hooks.get(key) is hook:
+                hooks[key] = _SparesStandIns(hook)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import ctypes
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from .blueprint import Blueprint, Sample, scale, turned
 from .chunk import TensorSpec
 from .config import OffloadConfig
 from .conversion import convert
+from .counters import Counters, Roots
 from .host import Block
 from .layout import Layout
 from .moments import Moment
@@ -29,7 +30,7 @@ from .pipeline import Pipeline
 from .probe import simple_attributes
 from .random_state import random_state_kept
 from .residency import Budget
-from .standin import bare, default_device_cpu, like, no_global_hooks, uncompiled
+from .standin import bare, default_device_cpu, like, spare_stand_ins, uncompiled
 from .traits import Traits
 from .values import rebuilt
 
@@ -38,6 +39,8 @@ NUM_STEPS = 12
 _TURN = 5
 #: In this step no parameter has a gradient.
 _EMPTY = 8
+#: Before this step, counters are moved far ahead.
+AGE = 9
 SEED = 20
 
 
@@ -59,6 +62,7 @@ class Tiny:
     ) -> None:
         self.blueprint = blueprint
         self._in_pieces = in_pieces
+        self._counters = Counters()
         self.params: list[list[torch.Tensor]] = []
         memo: dict[int, tuple[Any, Any]] = {}
         groups = [{**rebuilt(group, _copied, memo), "params": []} for group in blueprint.groups]
@@ -66,7 +70,8 @@ class Tiny:
             pieces = sample.split(sample.values(seed=SEED), in_pieces)
             made = [like(sample.source, piece.clone()) for piece in pieces]
             for param in made:
-                param.requires_grad_(True)  # the source may be frozen for now
+                # The source may be frozen for now.
+                param.requires_grad_(not sample.is_frozen)
                 param.__dict__.update(simple_attributes(sample.source))
             self.params.append(made)
             groups[sample.group]["params"] += made
@@ -89,10 +94,16 @@ class Tiny:
         return [param for params in self.params for param in params]
 
     def give_gradients(self, step: int) -> None:
-        """Put gradients on the parameters, and turn the hyper-parameters when it is time."""
+        """Put gradients on the parameters, and turn the hyper-parameters when it is time; and move
+        counters on."""
         blueprint = self.blueprint
+        self._counters.look(self._numbered())
+        if step == AGE:
+            self.age()
         size = scale(step, (sample.source.dtype for sample in blueprint.samples))
         for sample, params in zip(blueprint.samples, self.params, strict=True):
+            if sample.is_frozen:
+                continue
             grad = sample.values(seed=step) * size
             pieces = sample.split(grad, self._in_pieces)
             for param, piece in zip(params, pieces, strict=True):
@@ -102,12 +113,12 @@ class Tiny:
                     param.grad = piece.to_sparse(1) if blueprint.sparse else piece
         if step == _TURN and blueprint.turns:
             self.turn()
+            self._counters.look(self._numbered(), is_step=False)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as the plain class does."""
-        arguments = () if closure is None else (closure,)
         with torch.enable_grad():
-            return self.blueprint.plain_class.step(self.optimizer, *arguments)
+            return self.blueprint.plain_class.step(self.optimizer, *args, **kwargs)
 
     def moment(self) -> Moment:
         """Copy everything."""
@@ -127,6 +138,25 @@ class Tiny:
             ],
             attributes=rebuilt(self.attributes, _copied, memo),
         )
+
+    def age(self) -> None:
+        """Make what counts steps look as after many more of them."""
+        if self.blueprint.ages:
+            self._counters.advance(self._numbered())
+
+    def _numbered(self) -> Roots:
+        """Everything in which steps may be counted."""
+        optimizer, state = self.optimizer, self.optimizer.__dict__["state"]
+        found: dict[Any, tuple[Any, Any]] = {
+            "attributes": (optimizer.__dict__, list(self.attributes))
+        }
+        for index, group in enumerate(optimizer.param_groups):
+            found["group", index] = group, [key for key in group if key not in _LISTS]
+        for index, param in enumerate(self.flat):
+            entry = state.get(param)
+            if isinstance(entry, dict):
+                found["state", index] = entry, list(entry)
+        return found
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -223,19 +253,18 @@ class TinyOffloaded(Tiny):
         core.planner.layout = _Chunks(core.config.chunk_bytes, False, lambda device: store)
         core.planner.layout.num_params = num_params
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step chunk by chunk."""
-        arguments = () if closure is None else (closure,)
-        return self.optimizer.step(*arguments)
+        return self.optimizer.step(*args, **kwargs)
 
 
 @contextmanager
 def apart() -> Iterator[None]:
     """The surroundings of a trial: nothing outside of it changes or is told of it."""
+    spare_stand_ins()
     with (
         torch.inference_mode(False),
         default_device_cpu(),
-        no_global_hooks(),
         uncompiled(),
         random_state_kept(seed=SEED),
         warnings.catch_warnings(),

@@ -7,7 +7,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from math import gcd
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type, types.BuiltinFunctionType,
     types.ModuleType, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+
+#: Up to how many units of memory it is found out which of them each of several tensors takes.
+_MAX_MARKS = 2**24
 
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,6 +132,8 @@ def _same(a: Any, b: Any) -> bool:
             return False
         if a.layout is not torch.strided:
             return _same(a.to_dense(), b.to_dense())
+        if a.is_floating_point() and a.element_size() == 1:
+            a, b = a.view(torch.uint8), b.view(torch.uint8)  # such have next to no operations
         # NaN is a value like any other here.
         return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -216,18 +221,55 @@ def _cells(function: types.FunctionType) -> list[Any]:
 
 
 def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Return the positions of two tensors that have memory in common, if there are any."""
-    spans = []
+    """Return the positions of two tensors that have memory in common, if there are any.
+
+    Tensors that lie in between each other, as columns of a matrix do, have none.
+    """
+    spans: list[tuple[str, int, int, int]] = []
     for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.numel():
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
             sizes = zip(tensor.shape, tensor.stride(), strict=True)
             reach = sum((length - 1) * stride for length, stride in sizes)
             start = tensor.data_ptr()
             stop = start + (reach + 1) * tensor.element_size()
             spans.append((str(tensor.device), start, stop, index))
-    for a, b in pairwise(sorted(spans)):
-        if a[0] == b[0] and b[1] < a[2]:
-            return a[3], b[3]
+    spans.sort()
+    first = 0
+    while first < len(spans):
+        device, _, end, _ = spans[first]
+        last = first + 1
+        while last < len(spans) and spans[last][0] == device and spans[last][1] < end:
+            end = max(end, spans[last][2])
+            last += 1
+        if last - first > 1:
+            near = [(index, tensors[index]) for _, _, _, index in spans[first:last]]
+            found = _meeting(near, spans[first][1], end)
+            if found is not None:
+                return found
+        first = last
+    return None
+
+
+def _meeting(
+    near: Sequence[tuple[int, torch.Tensor]], start: int, end: int
+) -> tuple[int, int] | None:
+    """Find two of some tensors, which lie between two addresses, that have an element in common."""
+    offsets = [tensor.data_ptr() - start for _, tensor in near]
+    unit = gcd(*offsets, *(tensor.element_size() for _, tensor in near))
+    if (end - start) // unit > _MAX_MARKS:
+        return near[0][0], near[1][0]  # perhaps
+    marks = torch.zeros((end - start) // unit, dtype=torch.int32, device="cpu")
+    for number, ((index, tensor), offset) in enumerate(zip(near, offsets, strict=True), 1):
+        width = tensor.element_size() // unit
+        own = marks.as_strided(
+            (*tensor.shape, width),
+            (*(stride * width for stride in tensor.stride()), 1),
+            offset // unit,
+        )
+        earlier = int(own.max())
+        if earlier:
+            return near[earlier - 1][0], index
+        own.fill_(number)
     return None
 
 

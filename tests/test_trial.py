@@ -27,6 +27,7 @@ from training import assert_same, late, make_params, set_grads
 
 from torch_offload import OffloadConfig, blueprint, independence, offload, offload_stats, unoffload
 from torch_offload.counters import Counters
+from torch_offload.settings import Settings
 from torch_offload.values import same
 
 CPU = torch.device("cpu")
@@ -1486,6 +1487,11 @@ def test_settings_that_no_trial_has_seen():
         for changed in ({**groups[0], key: value}, {**groups[0], "params": [], key: value}):
             assert seen.has_others([*groups, changed])
     assert seen.has_others([{key: value for key, value in groups[0].items() if key != "clip"}])
+    changed = [*groups, {**groups[0], "clip": 0.1}, {**groups[0], "more": 1}]
+    both = seen.joined(Settings(changed))
+    assert not both.has_others(changed)
+    assert seen.has_others(changed)
+    assert both.has_others([{**groups[0], "mode": True}])
     own = offload(torch.optim.AdamW(make_params(CPU)))
     assert own._offload_core.traits.settings is None
 

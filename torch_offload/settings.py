@@ -41,6 +41,16 @@ class Settings:
                     return True
         return False
 
+    def joined(self, other: Settings) -> Settings:
+        """Return what the two have seen, for one who tried both."""
+        made = Settings(())
+        made._keys = self._keys | other._keys
+        made._kinds = {
+            key: self._kinds.get(key, set()) | other._kinds.get(key, set())
+            for key in self._kinds.keys() | other._kinds.keys()
+        }
+        return made
+
 
 def _kind(value: Any) -> Any:
     kind = type(value)

@@ -195,7 +195,8 @@ class OffloadCore:
                 f"{self.plain_class.__name__} is stepped in another way with the settings that its "
                 "groups have now. Call unoffload() and offload() again."
             )
-        self.traits = traits
+        if traits.settings is not None:
+            self.traits = replace(traits, settings=known.joined(traits.settings))
 
     def new_stepper(self, own_tensors: bool = False) -> Stepper:
         """Begin a step with the hyper-parameters as they are now.

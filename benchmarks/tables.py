@@ -1,6 +1,6 @@
-"""Make README's benchmark table from the newest record of each GPU, or check that it is current.
+"""Make README's tables from the newest record of each GPU, or check that they are current.
 
-python benchmarks/tables.py            # write the table between the markers
+python benchmarks/tables.py            # write each table between its markers
 python benchmarks/tables.py --check    # exit with 1 where README and records disagree
 """
 
@@ -14,8 +14,27 @@ from pathlib import Path
 from rich.table import Table
 
 from record import RESULTS, ROOT, Record
+from train_tables import caption as train_caption
 
 BEGIN, END = "<!-- bench_step:start -->", "<!-- bench_step:end -->"
+TRAIN_BEGIN, TRAIN_END = "<!-- bench_train:start -->", "<!-- bench_train:end -->"
+TRAIN_HEADER = (
+    "tokens a step",
+    "update runs",
+    "step",
+    "tokens/s",
+    "of no offload",
+    "peak GPU",
+    "bits",
+)
+_TRAIN_LABELS = {
+    "none": "no offload",
+    "none+clip": "no offload, clipping",
+    "step": "in `step()`",
+    "backward": '**`overlap="backward"`**',
+    "forward+clip": '**`overlap="forward"`**, clipping',
+    "forward+clip+50%": '**`overlap="forward"`**, clipping, `gpu_budget="50%"`',
+}
 HEADER = (
     "scheme",
     "step",
@@ -34,10 +53,10 @@ _LABELS = {
 }
 
 
-def newest(folder: Path) -> list[tuple[str, Record]]:
+def newest(folder: Path, benchmark: str = "bench_step") -> list[tuple[str, Record]]:
     """Return name and record of the newest run on each GPU. Runs on a CPU are for tests only."""
     found: dict[str, tuple[str, Record]] = {}
-    for path in folder.glob("bench_step-*.json"):
+    for path in folder.glob(f"{benchmark}-*.json"):
         record = json.loads(path.read_text())
         known = found.get(record["device"])
         newer = known is None or record["date"] > known[1]["date"]
@@ -110,6 +129,41 @@ def markdown(records: list[tuple[str, Record]]) -> str:
     return "\n\n".join(parts)
 
 
+def train_rows(record: Record) -> list[tuple[str, ...]]:
+    """Return the table of whole training steps as text, in the columns of `TRAIN_HEADER`."""
+    result: list[tuple[str, ...]] = []
+    for number, tokens in enumerate(record["config"]["tokens"]):
+        speeds = {m["name"]: m["points"][number].get("tokens_per_s") for m in record["modes"]}
+        for mode in record["modes"]:
+            point = mode["points"][number]
+            if mode["control"] or point["outcome"] != "ok":
+                continue
+            plain = speeds.get("none+clip" if mode["clip"] else "none")
+            is_plain = mode["overlap"] is None
+            result.append(
+                (
+                    f"{tokens:,}",
+                    _TRAIN_LABELS.get(mode["name"], mode["name"]),
+                    f"{point['median_step_s']:.3f} s",
+                    f"{point['tokens_per_s']:,.0f}",
+                    f"{point['tokens_per_s'] / plain:.1%}" if plain and not is_plain else "",
+                    _gib(point["peak_allocated_bytes"]),
+                    "" if is_plain else {True: "equal", False: "**differ**"}[point["equal"]],
+                )
+            )
+    return result
+
+
+def train_markdown(records: list[tuple[str, Record]]) -> str:
+    """Return the README's section on whole training steps, without its markers."""
+    parts = []
+    for name, record in records:
+        lines = [TRAIN_HEADER, ("---:", "---", *["---:"] * 4, "---"), *train_rows(record)]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append(f"{train_caption(record)} Record: `benchmarks/results/{name}`.")
+    return "\n\n".join(parts)
+
+
 def rich_table(record: Record) -> Table:
     """Return the same table for a terminal."""
     table = Table(caption=caption(record).replace("**", ""))
@@ -133,6 +187,10 @@ def main() -> None:
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     current = f"{before}{BEGIN}\n{markdown(newest(args.results))}\n{END}{after}"
+    if TRAIN_BEGIN in current:
+        before, rest = current.split(TRAIN_BEGIN)
+        section = train_markdown(newest(args.results, "bench_train"))
+        current = f"{before}{TRAIN_BEGIN}\n{section}\n{TRAIN_END}{rest.split(TRAIN_END)[1]}"
     if args.check and current != text:
         raise SystemExit(
             f"{args.readme} does not show the newest record. Run `python benchmarks/tables.py`."

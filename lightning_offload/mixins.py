@@ -28,6 +28,8 @@ class OffloadMixin(_Strategy):  # type: ignore[misc]
     Args:
         chunk_size: bytes of optimizer state that travel together, an int or ``"512MiB"``.
         num_slots: device buffers of one chunk each, at least 2.
+        overlap: when chunks are updated: ``"step"``, ``"backward"`` or ``"forward"``.
+        gpu_budget: state that stays on the device: bytes, ``"8GiB"``, ``"50%"`` or ``"auto"``.
         pin_memory: keep host state in page-locked memory.
 
     Raises:
@@ -41,11 +43,17 @@ class OffloadMixin(_Strategy):  # type: ignore[misc]
         *,
         chunk_size: int | str = OffloadConfig.chunk_size,
         num_slots: int = OffloadConfig.num_slots,
+        overlap: str = OffloadConfig.overlap,
+        gpu_budget: int | str = OffloadConfig.gpu_budget,
         pin_memory: bool = OffloadConfig.pin_memory,
     ) -> None:
         super().__init__()
         self.offload_config = OffloadConfig(
-            chunk_size=chunk_size, num_slots=num_slots, pin_memory=pin_memory
+            chunk_size=chunk_size,
+            num_slots=num_slots,
+            overlap=overlap,
+            gpu_budget=gpu_budget,
+            pin_memory=pin_memory,
         )
         self._announced = False
 
@@ -83,10 +91,10 @@ class OffloadMixin(_Strategy):  # type: ignore[misc]
 
     _num_nodes = num_nodes  # the name that Fabric assigns to
 
-    def _offload(self, optimizer: Optimizer) -> None:
+    def _offload(self, optimizer: Optimizer, model: torch.nn.Module | None = None) -> None:
         """Convert the user's optimizer in place, and say so the first time."""
         name = type(optimizer).__name__.removeprefix("Offloaded")
-        offload(optimizer, self.offload_config)
+        offload(optimizer, self.offload_config, model=model)
         if not self._announced:
             self._announced = True
             rank_zero_info(
@@ -123,7 +131,7 @@ class TrainerOffloadMixin(OffloadMixin):
         for optimizer in optimizers:
             # Lightning puts a mock in the place of an optimizer that a module does not have.
             if type(optimizer).__name__ != "_MockOptimizer":
-                self._offload(optimizer)
+                self._offload(optimizer, self.model)
         # After the conversion: Lightning's proxies derive from the optimizer's class.
         super(TrainerOffloadMixin, type(self)).optimizers.__set__(self, optimizers)
 

@@ -533,6 +533,8 @@ def test_plugin_has_the_fields_and_sets_the_environment():
         SWITCH: "true",
         "ACCELERATE_OFFLOAD_CHUNK_SIZE": str(2**20),
         "ACCELERATE_OFFLOAD_NUM_SLOTS": "4",
+        "ACCELERATE_OFFLOAD_OVERLAP": "step",
+        "ACCELERATE_OFFLOAD_GPU_BUDGET": "0",
         "ACCELERATE_OFFLOAD_PIN_MEMORY": "false",
     }
 

@@ -61,7 +61,9 @@ def test_config_from_text():
     )
     assert config == OffloadConfig(chunk_size=2**20, num_slots=4, pin_memory=False)
     assert OffloadConfig.from_text({"chunk_size": "", "num_slots": None}) == OffloadConfig()
-    with pytest.raises(ValueError, match=r"no field 'bananas' .*Fields: chunk_size, num_slots"):
+    with pytest.raises(
+        ValueError, match=r"no field 'bananas' .*Fields: chunk_size, gpu_budget, num_slots, overlap"
+    ):
         OffloadConfig.from_text({"bananas": "3"})
     with pytest.raises(ValueError, match="num_slots='two' is not an int"):
         OffloadConfig.from_text({"num_slots": "two"})

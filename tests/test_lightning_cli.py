@@ -68,13 +68,19 @@ def test_class_path_and_init_args(tmp_path: Path, package: str, module: str) -> 
     done = run(tmp_path, with_class(chunk_size="128KiB", num_slots=2), package)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        f"RAN {module} OffloadConfig(chunk_size='128KiB', num_slots=2, pin_memory=True) "
-        "OffloadedAdamW"
+        f"RAN {module} OffloadConfig(chunk_size='128KiB', num_slots=2, overlap='step', "
+        "gpu_budget=0, pin_memory=True) OffloadedAdamW"
     ) in done.stdout
     # the configuration that Lightning writes beside the run names the class and every parameter
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["strategy"]
     assert written["class_path"] == "lightning_offload.OffloadOptimizerStrategy"
-    assert written["init_args"] == {"chunk_size": "128KiB", "num_slots": 2, "pin_memory": True}
+    assert written["init_args"] == {
+        "chunk_size": "128KiB",
+        "num_slots": 2,
+        "overlap": "step",
+        "gpu_budget": 0,
+        "pin_memory": True,
+    }
 
 
 def test_the_name(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ def test_one_line_says_that_offload_is_active(
     run["fabric"].setup_optimizers(cases.make_optimizer(cases.make_net()))
     assert lines == [
         "offload_optimizer: the state of AdamW lives in host memory "
-        "(device cpu, OffloadConfig(chunk_size='1MiB', num_slots=3, pin_memory=True))"
+        "(device cpu, OffloadConfig(chunk_size='1MiB', num_slots=3, overlap='step', gpu_budget=0, "
+        "pin_memory=True))"
     ]
 
 

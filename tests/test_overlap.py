@@ -20,6 +20,7 @@ from torch_offload import (
     last_microbatch,
     offload,
     offload_stats,
+    prefetch,
     synchronize,
     unoffload,
 )
@@ -494,3 +495,48 @@ def test_copies_of_model_and_optimizer(device, overlap):
                 simple(net, other, number)
 
     assert_same(train(device, None, loop), train(device, overlap, loop))
+
+
+def edit(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def drop(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    for state in list(optimizer.state.values())[:3]:
+        state.clear()
+
+
+def load(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("meanwhile", [None, edit, drop, load])
+@pytest.mark.parametrize("slow", [(), ("h2d",), ("d2h",), ("update",)])
+def test_prefetch(monkeypatch, device, meanwhile, slow):
+    """In step mode: some parameters have no gradient, and what was copied may be stale."""
+    if slow and device.type == "cpu":
+        pytest.skip("a CPU has no streams that could be slow")
+    copied = []
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+        is_offloaded = hasattr(optimizer, "_offload_core")
+        if is_offloaded and step != 4:
+            handle = prefetch(optimizer)
+            if step == 3:
+                handle.cancel()
+        if meanwhile is not None and step == 2:
+            meanwhile(model, optimizer)
+        model(batch(model, step), rare=step % 3 == 2).square().mean().backward()
+        if is_offloaded:
+            run = optimizer._offload_core._ahead
+            copied.append(sum(flow._traffic.h2d_bytes for flow in run.flows.values()) if run else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain = train(device, None, loop)
+    train(device, "step")  # the trial of the class has been made
+    if slow:
+        slow_down(monkeypatch, *slow)
+    assert_same(plain, train(device, "step", loop))
+    assert [number > 0 for number in copied[-6:]] == [False, True, True, False, False, True]

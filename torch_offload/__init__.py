@@ -15,6 +15,7 @@ from .optimizer import (
     last_microbatch,
     offload,
     offload_stats,
+    prefetch,
     synchronize,
     unoffload,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "last_microbatch",
     "offload",
     "offload_stats",
+    "prefetch",
     "synchronize",
     "unoffload",
 ]

@@ -99,6 +99,8 @@ class OffloadCore:
         self._traffic = Traffic()
         self._num_chunks = self._num_early = self._num_steps = 0
         self.notices = Notices(plain_class.__name__)
+        #: What was copied in for the next step.
+        self._ahead: Run | None = None
         self._model: weakref.ref[torch.nn.Module] | None = None
         self.overlap = _OVERLAPS[config.overlap](own) if config.overlap != "step" else None
         keep_in_children(self)  # it has events
@@ -132,7 +134,9 @@ class OffloadCore:
         optimizer = self.optimizer
         check_duplicates(optimizer.param_groups)
         self._try_new_settings()
-        run: Run | ForwardRun | None = self.overlap.before_step() if self.overlap else None
+        run: Run | ForwardRun | None = self._take_ahead()
+        if self.overlap:
+            run = self.overlap.before_step()
         shards = self.planner.collect(optimizer.param_groups, run.done if run else frozenset())
         for device in {shard.param.device for shard in shards}:
             self._store_for(device)
@@ -228,6 +232,31 @@ class OffloadCore:
         self._model = weakref.ref(model)
         if self.overlap:
             self.overlap.watch()
+
+    def prefetch(self) -> Run | None:
+        """Copy the first chunks of the next step in. ``None`` where that is done anyway, or not at
+        all."""
+        if self.overlap is None and self.failure is None:
+            homes = {id(p): self.planner.layout.home(p) for p in self.state}
+            order = {key: home.hosted.index for key, home in homes.items() if home is not None}
+            self._ahead = None
+            self._ahead = Run(weakref.proxy(self), order)
+        return self._ahead
+
+    def _take_ahead(self) -> Run | None:
+        """Begin with what was copied in ahead, if nobody wrote to it since."""
+        run, self._ahead = self._ahead, None
+        if run is None or not run.is_current():
+            return None
+        run.begin()
+        return run
+
+    def cancel_prefetch(self, run: Run) -> None:
+        """Free the slots, if the step has not begun."""
+        if run is self._ahead:
+            self._ahead = None
+            for pipeline in self.pipelines.values():
+                pipeline.give_up_slots()
 
     def stats(self) -> OffloadStats:
         """Return the figures of the last step. Waits for its end."""

@@ -7,6 +7,7 @@ wrappers of Lightning and Accelerate go on working.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar, cast
@@ -65,6 +66,8 @@ def offload(
                 f"{type(plain).__name__} is already offloaded with {present}; asked for {config}. "
                 "Call unoffload() first to change it."
             )
+        if model is not None:
+            attach_model(optimizer, model)
         return optimizer
     traits = check_optimizer(plain)
     install(_find_core)
@@ -86,6 +89,42 @@ def attach_model(optimizer: object, model: torch.nn.Module) -> None:
         ValueError: ``optimizer`` is not offloaded.
     """
     _core(_unwrap(optimizer)).attach(model)
+
+
+class Prefetch:
+    """The first chunks of a step, on their way to the device.
+
+    Args:
+        core: that of the optimizer.
+    """
+
+    def __init__(self, core: OffloadCore) -> None:
+        self._core = weakref.ref(core)
+        run = core.prefetch()
+        self._run = weakref.ref(run) if run is not None else None
+
+    def cancel(self) -> None:
+        """Give the device memory back, unless the step has begun."""
+        core, run = self._core(), self._run() if self._run is not None else None
+        if core is not None and run is not None:
+            core.cancel_prefetch(run)
+
+
+def prefetch(optimizer: object) -> Prefetch:
+    """Copy the first chunks of the next step to the device now: its slots' worth, while backward
+    runs, say. The slots stay allocated from then on.
+
+    State that is read or changed meanwhile is noticed. With ``overlap="backward"`` this is done
+    anyway, and with ``"forward"`` it has no effect, nor before the first step.
+
+    Returns:
+        What can be cancelled.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    with outside_autograd():
+        return Prefetch(_core(_unwrap(optimizer)))
 
 
 def last_microbatch(optimizer: object) -> AbstractContextManager[None]:

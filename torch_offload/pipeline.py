@@ -139,6 +139,12 @@ class Pipeline:
             kept = self._kept = [Handoff(buffer, self.streams.side) for buffer in buffers]
         return Flow(self, self.streams.side, kept, traffic)
 
+    def give_up_slots(self) -> None:
+        """Free the slots that are kept."""
+        for slot in self._kept:
+            slot.take(self.streams.side)  # I5
+        self._kept = []
+
     def _kept_for(self, work: Sequence[Update]) -> list[Handoff[torch.Tensor]] | None:
         """Return the slots that are kept, if they are large enough."""
         needed = max((item.slot_bytes for item in work), default=0)
@@ -300,6 +306,10 @@ class Flow:
             return
         self._pipeline.copies_in_flight()
         self._issue(self._schedule.update(number), apply)
+
+    def is_loaded(self, number: int) -> bool:
+        """Whether a chunk was copied in and not updated yet."""
+        return number in self._schedule.loaded
 
     def wait_for(self, stream: torch.Stream | None) -> None:
         """Let updates from here on see everything that was issued on ``stream``."""

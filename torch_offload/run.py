@@ -47,12 +47,14 @@ class Run:
     Args:
         core: that of the optimizer; a weak proxy.
         order: the parameters' ids and when their gradients became final.
-        owner: of the gradients that will be spent.
+        owner: of the gradients that will be spent; ``None`` if none will be.
     """
 
-    def __init__(self, core: OffloadCore, order: Mapping[int, int], owner: Owner) -> None:
+    def __init__(
+        self, core: OffloadCore, order: Mapping[int, int], owner: Owner | None = None
+    ) -> None:
         self._core = core
-        self._owner = owner
+        self._owner: Any = owner
         self.traffic = Traffic()
         self.flows: dict[torch.device, Flow] = {}
         self.stepper: Stepper | None = None
@@ -140,10 +142,19 @@ class Run:
         self._late.clear()
 
     def finish(self, device: torch.device, chunks: Sequence[list[Shard]]) -> None:
-        """Update what is left, now that all gradients are there."""
-        work = [self._core.update_of(chunk, self.stepper) for chunk in chunks]
-        if device in self.flows:
-            self.flows[device].updates_so_far().take(caller_stream(device))
+        """Update what is left, now that all gradients are there; first what was copied ahead."""
+        assert self.stepper is not None
+        flow, rest = self.flows.get(device), list(chunks)
+        if flow is not None:
+            flow.wait_for(caller_stream(device))
+            planned = {_members(chunk.shards): chunk for chunk in self._chunks}
+            for shards in chunks:
+                chunk = planned.get(_members(shards))
+                if chunk is not None and chunk.flow is flow and flow.is_loaded(chunk.number):
+                    flow.update(chunk.number, partial(self.stepper.update, shards))
+                    rest.remove(shards)
+            flow.updates_so_far().take(caller_stream(device))
+        work = [self._core.update_of(shards, self.stepper) for shards in rest]
         self._core.pipelines[device].update(work, self.traffic)
 
     def wait(self) -> None:
@@ -252,6 +263,10 @@ def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:
                 fused = bool(group.get("fused"))
                 found += shards_of(index, param, home, state, core.traits.elementwise, fused)
     return [shard for shard in found if shard.unwraps or not is_distributed(shard.param)]
+
+
+def _members(shards: Sequence[Shard]) -> tuple[Any, ...]:
+    return tuple((id(shard.param), shard.part) for shard in shards)
 
 
 def _versions(shards: Sequence[Shard]) -> list[int]:

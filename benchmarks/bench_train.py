@@ -19,7 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -33,6 +33,7 @@ import torch_offload
 from measuring import COPY_BYTES, Hash, Laps, free, link_samples, memory, reset_peak, synchronize
 from record import Record, commit, environment, write
 from torch_offload import offload, offload_stats
+from torch_offload.recording import Timeline
 from train_modes import Mode, UnsupportedError, make_config
 from train_plan import Batch, Plan, parse
 from train_tables import bounds, compare, gib, table
@@ -72,17 +73,22 @@ class Training:
             offload(self.optimizer, config, **({"model": self.model} if model_too else {}))
         self.convert_s = time.perf_counter() - began - self.build_s
 
-    def step(self, batch: Batch, laps: Laps) -> Tensor:
+    def step(self, batch: Batch, laps: Laps, recorded: Timeline | None = None) -> Tensor:
         """Issue one training step and return its loss, on the device."""
+
+        def computing() -> AbstractContextManager[None]:
+            return nullcontext() if recorded is None else recorded.span("compute", self.device)
+
         self.optimizer.zero_grad()
         loss = torch.zeros((), device=self.device)
         for number, (tokens, targets) in enumerate(batch, 1):
             # Each weight is used once in a forward: a cache of bf16 copies would only hold memory.
-            with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
+            autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+            with autocast, computing():
                 part = self.model(tokens, targets) / len(batch)
             laps.mark("forward")
             last = number == len(batch)
-            with self.last_microbatch(self.optimizer) if last else nullcontext():
+            with self.last_microbatch(self.optimizer) if last else nullcontext(), computing():
                 part.backward()
             loss += part.detach()
             laps.mark("backward")
@@ -148,19 +154,19 @@ class Training:
             "stats": stats,
             "losses": [loss.item() for loss in losses],
             "params_sha256": hashed(self.params),
-            "lanes": self._lanes(steps[-1]) if plan.timeline else None,
+            "lanes": self._lanes(batches[-1]) if plan.timeline else None,
         }
 
-    def _lanes(self, laps: list[tuple[str, float, float]]) -> dict[str, Any]:
-        """Return the last step's intervals. Those of the library where it offers them."""
-        lanes: dict[str, Any] = {"h2d": [], "step": [], "d2h": [], "compute": []}
-        for name, start, end in laps:
-            lanes["compute" if name in ("forward", "backward") else "step"].append((start, end))
-        offered = getattr(torch_offload, "timeline", None)
-        if self.mode.overlap and offered is not None:
-            recorded = offered(self.optimizer)
-            lanes |= {name: list(recorded.get(name, ())) for name in ("h2d", "step", "d2h")}
-        return lanes
+    def _lanes(self, batch: Batch) -> dict[str, Any]:
+        """Take two more steps, of which the second is recorded: the first one fills the streams."""
+        self.step(batch, Laps(self.device))
+        if self.mode.overlap:
+            with torch_offload.timeline(self.optimizer) as recorded:
+                self.step(batch, Laps(self.device), recorded)
+        else:
+            recorded = Timeline([self.device])
+            self.step(batch, Laps(self.device), recorded)
+        return recorded.lanes()
 
 
 def measure_mode(
@@ -301,8 +307,6 @@ def main(argv: list[str] | None = None) -> None:
         record["complete"] = len(record["modes"]) == len(modes)
         record["wall_s"] = time.perf_counter() - began
         path = write(record, args.out)
-    if plan.timeline and not hasattr(torch_offload, "timeline"):
-        say("torch_offload has no timeline(): the pictures show no copies")
     Console(highlight=False, width=max(console.width, 160)).print(table(record))
     console.print(f"Record: {path}")
     if record["deterministic"] is False:

@@ -349,9 +349,7 @@ def test_hash_sees_every_byte(measuring, monkeypatch):
     assert hashed(tensors) == expected
 
 
-def test_lanes_are_those_of_the_library_where_it_has_them(
-    bench_train, timeline_plot, measure, plan, monkeypatch
-):
+def test_lanes_are_those_of_the_library(timeline_plot, measure, plan, monkeypatch):
     drawn = {}
 
     def plot(lanes, path, title):
@@ -363,14 +361,11 @@ def test_lanes_are_those_of_the_library_where_it_has_them(
     lanes, title = drawn["step-none+clip-32.png"]
     assert title == "none+clip, 32 tokens"
     assert lanes == point["lanes"]
-    assert [len(lanes[name]) for name in ("h2d", "step", "d2h", "compute")] == [0, 2, 0, 2]
-    assert lanes["compute"][0][0] == 0.0
-    assert lanes["step"][-1][1] == point["step_s"][-1]
-    own = {"h2d": [(0.0, 0.1)], "step": [(0.1, 0.2)], "d2h": [(0.2, 0.3)]}
-    monkeypatch.setattr(bench_train.torch_offload, "timeline", lambda optimizer: own, raising=False)
-    lanes = measure("step", plan)["points"][0]["lanes"]
-    assert {name: lanes[name] for name in own} == own
+    assert {name: len(spans) for name, spans in lanes.items()} == {"compute": 2}
+    point = measure("step", plan)["points"][0]
+    lanes = point["lanes"]
     assert len(lanes["compute"]) == 2
+    assert len(lanes["h2d"]) == len(lanes["step"]) == len(lanes["d2h"]) > 0
 
 
 def test_timeline_is_a_picture(timeline_plot, tmp_path):

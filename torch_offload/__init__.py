@@ -17,6 +17,7 @@ from .optimizer import (
     offload_stats,
     prefetch,
     synchronize,
+    timeline,
     unoffload,
 )
 from .stats import OffloadStats
@@ -31,5 +32,6 @@ __all__ = [
     "offload_stats",
     "prefetch",
     "synchronize",
+    "timeline",
     "unoffload",
 ]

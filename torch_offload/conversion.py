@@ -81,7 +81,7 @@ class Offloaded(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a plain torch checkpoint. As in torch its tensors are the state itself, so later
-        steps and loads change them: deep-copy one that must stay."""
+        steps change them: deep-copy one that must stay."""
         self._offload_core.warn_if_torn()
         return super().state_dict()
 

@@ -8,7 +8,8 @@ wrappers of Lightning and Accelerate go on working.
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
@@ -21,6 +22,7 @@ from .core import OffloadCore
 from .dcp import install
 from .distributed import local, wrapped, wrapping
 from .placement import travels
+from .recording import Timeline
 from .refusals import check_step_attribute
 from .standin import outside_autograd
 from .stats import OffloadStats
@@ -89,6 +91,29 @@ def attach_model(optimizer: object, model: torch.nn.Module) -> None:
         ValueError: ``optimizer`` is not offloaded.
     """
     _core(_unwrap(optimizer)).attach(model)
+
+
+@contextmanager
+def timeline(optimizer: object) -> Iterator[Timeline]:
+    """Record when copies and updates run.
+
+    ``with timeline(optimizer) as recorded:`` around a step or more, then ``recorded.lanes()``:
+    start and end of each copy and update. ``with recorded.span("compute"):`` adds whatever is
+    issued inside of it. Before the first step there is nothing to record.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    core = _core(_unwrap(optimizer))
+    recorded = Timeline([*core.pipelines] or [torch.device("cpu")])
+    pipelines = list(core.pipelines.values())
+    try:
+        for pipeline in pipelines:
+            pipeline.timeline = recorded
+        yield recorded
+    finally:
+        for pipeline in pipelines:
+            pipeline.timeline = None
 
 
 class Prefetch:

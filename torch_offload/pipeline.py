@@ -8,12 +8,14 @@ invariants I1 to I6 of DESIGN.md; each is one ``take`` of a handoff.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from .chunk import Run
 from .notices import Notices
+from .recording import Timeline
 from .schedule import Job, Op, Schedule, plan_schedule
 from .streams import CopyStreams, Handoff, caller_stream, on
 
@@ -84,6 +86,8 @@ class Pipeline:
         self._read: Handoff[None] | None = None
         #: Slots that stay allocated between steps.
         self._kept: list[Handoff[torch.Tensor]] = []
+        #: Who wants to know when copies and updates run.
+        self.timeline: Timeline | None = None
         #: Copies may be in flight that no handoff tells of: a run was interrupted, and so was its
         #: end.
         self._adrift = False
@@ -174,7 +178,8 @@ class Pipeline:
                         slot.take(caller)  # I5: the allocator may reuse this memory from here on
                     slots[op.slot] = slot = None
                     slot_bytes[op.slot] = 0
-                    born = work[op.chunk].apply()
+                    with self.span("step"):
+                        born = work[op.chunk].apply()
                     slots[op.slot] = Handoff(born, caller)
                     slot_bytes[op.slot] = sum(tensor.nbytes for tensor, _ in born)
                     traffic.staging_bytes = max(traffic.staging_bytes, sum(slot_bytes))
@@ -230,20 +235,24 @@ class Pipeline:
         self._read = Handoff(None, self.streams.h2d)
         self._adrift = False
 
+    def span(self, lane: str) -> AbstractContextManager[None]:
+        """Record what is issued on the current stream inside of a ``with``, if that is wanted."""
+        return nullcontext() if self.timeline is None else self.timeline.span(lane, self.device)
+
     def _copy_in(self, item: Update, buffer: torch.Tensor) -> None:
-        with on(self.streams.h2d):
+        with on(self.streams.h2d), self.span("h2d"):
             for run in item.runs:
                 in_slot, on_host = _ends(item, run, buffer)
                 in_slot.copy_(on_host, non_blocking=self._is_async)
 
     def _copy_out(self, item: Update, buffer: torch.Tensor) -> None:
-        with on(self.streams.d2h):
+        with on(self.streams.d2h), self.span("d2h"):
             for run in item.runs:
                 in_slot, on_host = _ends(item, run, buffer)
                 on_host.copy_(in_slot, non_blocking=self._is_async)
 
     def _copy_born(self, born: list[Born]) -> None:
-        with on(self.streams.d2h):
+        with on(self.streams.d2h), self.span("d2h"):
             for tensor, home in born:
                 home.copy_(tensor, non_blocking=self._is_async)
 
@@ -301,7 +310,7 @@ class Flow:
         if self._work[number].block is None:
             update = apply or self._work[number].apply
             assert update is not None
-            with on(self._compute):
+            with on(self._compute), self._pipeline.span("step"):
                 update(None)
             return
         self._pipeline.copies_in_flight()
@@ -354,7 +363,7 @@ class Flow:
                 update = apply or item.apply
                 assert update is not None
                 buffer = slot.take(self._compute)  # I2
-                with on(self._compute):
+                with on(self._compute), self._pipeline.span("step"):
                     update(buffer)
                 self._slots[op.slot] = Handoff(buffer, self._compute)
             else:

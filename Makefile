@@ -40,12 +40,14 @@ test-all: lint  ## the same, with those that try every place where something can
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/.installed  ## the tests with the oldest versions that are supported
-	.venv-oldest/bin/python -m pytest -q -m "not gpu and not multigpu"
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist loadfile \
+		-m "not gpu and not multigpu and not exhaustive"
 
 .PHONY: coverage
 coverage: $(SETUP)  ## branch coverage of torch_offload without a GPU; writes docs/coverage.md
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest -q -m "not gpu and not multigpu" $(FRONT_ENDS:%=--ignore-glob=%)
+	OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest -q -n 2 --dist loadfile \
+		-m "not gpu and not multigpu and not exhaustive" $(FRONT_ENDS:%=--ignore-glob=%)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage json --quiet -o .coverage.json
 	$(PY) tests/coverage_page.py .coverage.json

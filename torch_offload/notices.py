@@ -71,7 +71,9 @@ class Notices:
         sizes = [
             home.hosted.chunk.num_bytes
             for home in whole
-            if home is not None and home.hosted.chunk.device.type not in _HOST_MEMORY
+            if home is not None
+            and not home.is_resident
+            and home.hosted.chunk.device.type not in _HOST_MEMORY
         ]
         self.large_chunks(max(sizes, default=0), chunk_bytes)
 

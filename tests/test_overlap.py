@@ -92,6 +92,7 @@ def train(
     how: str = "plain",
     steps: int = 6,
     expect_early: bool = True,
+    gpu_budget: int | str = 0,
 ) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net(how, bias=name != "Muon").to(device, dtype)
@@ -101,7 +102,7 @@ def train(
     optimizer = kind(groups, lr=1e-2, **settings)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if overlap is not None:
-        config = OffloadConfig(chunk_size=CHUNK, overlap=overlap)
+        config = OffloadConfig(chunk_size=CHUNK, overlap=overlap, gpu_budget=gpu_budget)
         offload(optimizer, config, model=model)
     early = []
     for step in range(steps):
@@ -318,6 +319,26 @@ def test_what_was_set_after_backward_is_refused(device, change):
         optimizer.step()
 
 
+HANDS: dict[str, Callable[[Net, Any], Any]] = {
+    "zero_grad": lambda m, o: o.zero_grad(),
+    "zeros": lambda m, o: o.zero_grad(set_to_none=False),
+    "one of them": lambda m, o: setattr(m.first.weight, "grad", None),
+    "by hand": lambda m, o: setattr(m.last.bias, "grad", torch.ones_like(m.last.bias)),
+}
+
+
+@pytest.mark.parametrize("hand", HANDS)
+def test_gradients_that_were_exchanged_after_backward_are_refused(device, hand):
+    """Plain would step without them, or with the others."""
+    model, optimizer = started(device)
+    backward(model)
+    HANDS[hand](model, optimizer)
+    with pytest.raises(RuntimeError, match=r"between backward\(\) and step\(\)"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="Load a checkpoint"):
+        optimizer.step()
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -449,6 +470,27 @@ def test_readers_see_finished_values(monkeypatch, device, reader, slow):
     assert_same(plain, train(device, "forward", loop))
     assert len(seen[0]) == len(seen[-1])
     assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[-1], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_state_that_stays_is_read_when_it_is_final(monkeypatch, budget):
+    gpu = torch.device("cuda", 0)
+    seen: list[list[Any]] = []
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+        model(batch(model, step)).square().mean().backward()
+        optimizer.step()
+        seen[-1] += [s["exp_avg"].clone() for s in optimizer.state.values()]
+        optimizer.zero_grad()
+
+    seen.append([])
+    plain = train(gpu, None, loop)
+    train(gpu, "forward")  # the trial of the class has been made
+    slow_down(monkeypatch, "update")
+    seen.append([])
+    assert_same(plain, train(gpu, "forward", loop, gpu_budget=budget))
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*seen, strict=True))
 
 
 def test_forward_needs_the_model(device):

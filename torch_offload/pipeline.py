@@ -84,6 +84,7 @@ class Pipeline:
         self._is_async = self.streams.d2h is not None
         self._written: Handoff[None] | None = None
         self._read: Handoff[None] | None = None
+        self._updated: Handoff[None] | None = None
         #: Slots that stay allocated between steps.
         self._kept: list[Handoff[torch.Tensor]] = []
         #: Who wants to know when copies and updates run.
@@ -93,16 +94,17 @@ class Pipeline:
         self._adrift = False
 
     def synchronize(self) -> None:
-        """Block the CPU until every copy from and to the host has ended (I4)."""
+        """Block the CPU until every copy from and to the host has ended, and every update (I4)."""
         if self._adrift and self._is_async:
             torch.accelerator.synchronize(self.device)
         self._adrift = False
         if self._written is not None:
             self._written.take_on_cpu()  # I4
             self._written = None
-        if self._read is not None:
-            self._read.take_on_cpu()
-            self._read = None
+        for last in (self._read, self._updated):
+            if last is not None:
+                last.take_on_cpu()
+        self._read = self._updated = None
 
     def update(self, work: Sequence[Update], traffic: Traffic) -> None:
         """Copy in, update and copy out every chunk of ``work``. Returns before it is done.
@@ -233,6 +235,7 @@ class Pipeline:
         """Note that the last copy so far is the last one issued on each stream."""
         self._written = Handoff(None, self.streams.d2h)
         self._read = Handoff(None, self.streams.h2d)
+        self._updated = Handoff(None, self.streams.side)  # of what stays on the device
         self._adrift = False
 
     def span(self, lane: str) -> AbstractContextManager[None]:

@@ -182,6 +182,14 @@ class Run:
                     )
         if len(self._before) != len(self._settings()):
             return "a parameter group was added between backward() and step()"
+        for chunk in self._chunks:
+            for shard in chunk.shards:
+                if id(shard.param) in self.done and not is_spent(shard.param.grad):
+                    what = "taken away" if shard.param.grad is None else "replaced"
+                    return (
+                        f"the gradient of a parameter of shape {tuple(shard.param.shape)} was "
+                        f"{what} between backward() and step(), when it had been used already"
+                    )
         return None
 
     def _settings(self) -> list[Any]:
@@ -210,10 +218,12 @@ class Run:
             torch.autograd.graph.increment_version(local(param))  # whoever saved it must not read
             if any(other.missing for other in self._waiting[id(param)]):
                 continue
+            if param.grad is None:  # somebody's hook took it away, so it was not updated
+                continue
             self.done.add(id(param))
             if id(param) in self._given:
                 self._late.append(param)
-            elif param.grad is not None and not is_spent(param.grad):
+            elif not is_spent(param.grad):
                 spent.append(param.grad)
                 spend(param, self._owner)
         self._held.append((spent, chunk.flow.updates_so_far(), device))

@@ -28,7 +28,7 @@ class OffloadMixin(_Strategy):  # type: ignore[misc]
     Args:
         chunk_size: bytes of optimizer state that travel together, an int or ``"512MiB"``.
         num_slots: device buffers of one chunk each, at least 2.
-        overlap: when chunks are updated: ``"step"``, ``"backward"`` or ``"forward"``.
+        overlap: when chunks are updated: ``"step"``, ``"backward"``, ``"forward"`` or ``"auto"``.
         gpu_budget: state that stays on the device: bytes, ``"8GiB"``, ``"50%"`` or ``"auto"``.
         pin_memory: keep host state in page-locked memory.
 

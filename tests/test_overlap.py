@@ -251,9 +251,11 @@ def test_clipping_beside_forward(device):
 # Wrong use of backward -----------------------------------------------------------------------
 
 
-def started(device: torch.device, steps: int = 2) -> tuple[Net, torch.optim.Optimizer]:
+def started(
+    device: torch.device, steps: int = 2, overlap: str = "backward"
+) -> tuple[Net, torch.optim.Optimizer]:
     """A model whose next backward updates parameters."""
-    _, optimizer = train(device, "backward", steps=steps)
+    _, optimizer = train(device, overlap, steps=steps)
     return model_of[optimizer], optimizer
 
 
@@ -491,6 +493,52 @@ def test_state_that_stays_is_read_when_it_is_final(monkeypatch, budget):
     seen.append([])
     assert_same(plain, train(gpu, "forward", loop, gpu_budget=budget))
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*seen, strict=True))
+
+
+def with_lr(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model(batch(model, step)).square().mean().backward()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("loop", "chosen"),
+    [
+        (simple, "backward"),
+        (accumulating(3, False), "backward"),
+        (accumulating(3, True), "backward"),
+        (clipping, "forward"),
+        (with_lr, "forward"),
+    ],
+)
+def test_the_mode_is_chosen_by_what_the_first_step_does(device, caplog, loop, chosen):
+    plain = train(device, None, loop)
+    other = train(device, "auto", loop)
+    assert_same(plain, other)
+    assert f"goes on with '{chosen}'" in caplog.text
+    assert caplog.text.count('overlap="auto"') == 1
+
+
+def test_the_mode_is_step_where_the_model_is_not_known(device, caplog):
+    params, optimizer = train(device, None, clipping, steps=0)
+    plain = train(device, None, clipping)
+    offload(optimizer, OffloadConfig(chunk_size=CHUNK, overlap="auto"))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    for step in range(6):
+        clipping(model_of[optimizer], optimizer, step)
+        schedule.step()
+    assert_same(plain, (params, optimizer))
+    assert "goes on with 'step'" in caplog.text
+    assert "attach_model(optimizer, model)" in caplog.text
+
+
+def test_clipping_that_begins_later_is_an_error(device):
+    model, _optimizer = started(device, overlap="auto")
+    backward(model)
+    with pytest.raises(RuntimeError, match="used by the update during backward"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_forward_needs_the_model(device):

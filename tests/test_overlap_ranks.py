@@ -165,6 +165,14 @@ def test_clipping_beside_forward(ranks, kind):
     compare(ranks, kind, "forward", clip=True)
 
 
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_mode_is_chosen(ranks, kind, clip):
+    """Nobody sees who uses the gradients of FSDP2, which are DTensors."""
+    for early in compare(ranks, kind, "auto", clip=clip):
+        assert all(early[3:]) == (kind == "DDP" and not clip)
+
+
 DDP_SETTINGS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},

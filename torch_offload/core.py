@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .auto import AutoOverlap
 from .backward import BackwardOverlap
 from .chunk import split_runs
 from .config import OffloadConfig
@@ -48,6 +49,7 @@ _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
 _OVERLAPS: dict[str, Callable[..., BackwardOverlap | ForwardOverlap]] = {
     "backward": BackwardOverlap,
     "forward": ForwardOverlap,
+    "auto": AutoOverlap,
 }
 
 
@@ -102,7 +104,10 @@ class OffloadCore:
         #: What was copied in for the next step.
         self._ahead: Run | None = None
         self._model: weakref.ref[torch.nn.Module] | None = None
-        self.overlap = _OVERLAPS[config.overlap](own) if config.overlap != "step" else None
+        #: What decides when chunks are updated; ``None``: ``step()`` alone does.
+        self.overlap: BackwardOverlap | ForwardOverlap | None = None
+        if config.overlap != "step":
+            self.overlap = _OVERLAPS[config.overlap](own)
         keep_in_children(self)  # it has events
 
     @property

@@ -107,6 +107,10 @@ class Notices:
             f"left {free_bytes:,} bytes free, a margin not counted.",
         )
 
+    def chosen(self, overlap: str, reason: str) -> None:
+        """``overlap="auto"`` has decided."""
+        self._once("chosen", f'overlap="auto" goes on with {overlap!r}: {reason}.')
+
     def not_beside(self, overlap: str, reason: str) -> None:
         """A step is taken as a whole, though another overlap was asked for."""
         self._once(

@@ -193,13 +193,17 @@ class Run:
         return None
 
     def _settings(self) -> list[Any]:
-        core = self._core
+        return self.settings_of(self._core, list(self.flows))
+
+    @staticmethod
+    def settings_of(core: OffloadCore, devices: Sequence[torch.device]) -> list[Any]:
+        """Return a copy of what an update depends on besides parameters, gradients and state."""
         attributes = {k: v for k, v in core.attributes().items() if k not in _NOT_COMPARED}
         groups = core.optimizer.param_groups
         values = [
             {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups
         ]
-        types = sorted({device.type for device in self.flows})
+        types = sorted({device.type for device in devices})
         autocast = {
             f"autocast on {kind}": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in types

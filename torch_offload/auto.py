@@ -1,0 +1,129 @@
+"""The mode chosen by itself: the first step is watched, and what it does decides.
+
+Nobody touched a gradient or a hyper-parameter between backward and ``step()``: beside backward.
+Somebody did, as clipping does: beside the next forward, if the model is known, else in ``step()``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from .backward import BackwardOverlap
+from .distributed import is_distributed
+from .forward import ForwardOverlap
+from .obstacles import obstacle
+from .run import Run
+from .values import same
+from .waiting import hold, is_held, release
+
+if TYPE_CHECKING:
+    from .core import OffloadCore
+
+
+class AutoOverlap(BackwardOverlap):
+    """Takes the first step as a whole, then goes on beside backward or hands over.
+
+    Args:
+        core: that of the optimizer; a weak proxy.
+    """
+
+    def __init__(self, core: OffloadCore) -> None:
+        super().__init__(core)
+        self._is_watching = True
+        #: Why not beside backward, as far as was seen.
+        self._reason: str | None = None
+        self._watched: list[torch.Tensor] = []
+        self._settings: list[object] = []
+        self._seen_tasks: set[int] = set()
+
+    def accumulated(self, param: torch.Tensor) -> None:
+        """As beside backward; and in the first step look who uses gradients afterwards."""
+        task = torch._C._current_graph_task_id()
+        if self._is_watching and task >= 0 and task not in self._seen_tasks:
+            self._seen_tasks.add(task)
+            # DDP exchanges gradients in a callback, so this comes after it.
+            call = _later(weakref.ref(self))
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(call))
+        super().accumulated(param)
+
+    def look(self) -> None:
+        """Notice from here on who uses a gradient."""
+        if not self._is_watching:
+            return
+        self._settings = Run.settings_of(self._core, [])
+        ticket = _Note(weakref.ref(self))
+        for group in self._core.optimizer.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if is_distributed(grad) or hasattr(grad, "__tensor_flatten__"):
+                    self.note("gradients are DTensors, and nobody sees who uses them")
+                    return
+                hold(grad, ticket)
+                self._watched.append(grad)
+
+    def note(self, reason: str) -> None:
+        """Remember why updates must not be made beside backward."""
+        self._reason = self._reason or reason
+
+    def before_step(self) -> Run | None:
+        """Return this step's run if it has begun."""
+        if self._is_watching:
+            for grad in self._watched:
+                if is_held(grad):
+                    release(grad)
+            self._watched.clear()
+            now = Run.settings_of(self._core, [])
+            if self._settings and not same(self._settings, now):
+                self.note("hyper-parameters are set between backward() and step()")
+        return super().before_step()
+
+    def after_step(self) -> None:
+        """Decide after the first step that had gradients."""
+        if self._is_watching and self._seen_tasks:
+            self._is_watching = False
+            core = self._core
+            reason = self._reason or obstacle(core)
+            if reason is not None:
+                self._hand_over(reason)
+                return
+            core.notices.chosen("backward", "nothing uses gradients between backward() and step()")
+        super().after_step()
+
+    def _hand_over(self, reason: str) -> None:
+        core = self._core
+        self.unwatch()
+        if core.model() is None:
+            core.overlap = None
+            core.notices.chosen("step", f'{reason}; "forward" needs attach_model(optimizer, model)')
+            return
+        core.overlap = ForwardOverlap(core)
+        core.overlap.watch()
+        core.notices.chosen("forward", reason)
+
+
+class _Note:
+    """What watched gradients wait for: nothing. It tells that somebody uses them."""
+
+    def __init__(self, reference: weakref.ref[AutoOverlap]) -> None:
+        self._reference = reference
+
+    def wait(self) -> None:
+        overlap = self._reference()
+        if overlap is not None:
+            overlap.note("gradients are used between backward() and step(), as clipping does")
+
+
+def _later(reference: weakref.ref[AutoOverlap]) -> Callable[[], None]:
+    def look() -> None:
+        overlap = reference()
+        if overlap is not None:
+            overlap.look()
+
+    return look

@@ -155,10 +155,8 @@ class BackwardOverlap:
         """Note that something was added to the gradient of ``param``; update what is complete."""
         if is_ddp(self._core.model()):
             self._local.add(id(param))
-        elif self._is_final(param):
-            with outside_autograd():
-                if self._is_running():
-                    self._run_of_now().gradient_is_final(param)
+        elif self._is_final(param) and self._is_running():
+            self._run_of_now().gradient_is_final(param)
 
     def averaged(
         self, params: list[torch.Tensor], grads: list[torch.Tensor], wait: Callable[[], object]
@@ -174,9 +172,8 @@ class BackwardOverlap:
         here = [(p, g) for p, g in zip(params, grads, strict=True) if id(p) in self._local]
         self._local -= {id(param) for param, _ in here}
         final = [(param, grad) for param, grad in here if self._is_final(param)]
-        with outside_autograd():
-            if final and self._is_running():
-                self._run_of_now().gradients_are_averaged(final, wait)
+        if final and self._is_running():
+            self._run_of_now().gradients_are_averaged(final, wait)
 
     def _is_final(self, param: torch.Tensor) -> bool:
         """Count one more accumulation, and tell whether it is the last one of the step."""
@@ -213,10 +210,12 @@ class BackwardOverlap:
         if reason is not None:
             self._core.notices.not_beside("backward", reason)
             return
-        if self._run is None or not self._run.is_current():
-            self._run = None  # its slots are those of the next one
-            self._run = Run(self._core, self.order, self._owner)
-        self._run.begin()
+        with outside_autograd():
+            if self._run is None or not self._run.is_current():
+                self._run = None  # its slots are those of the next one
+                self._run = Run(self._core, self.order, self._owner)
+                self._has_begun = self._run.is_current()  # else state was put elsewhere
+            self._run.begin()
 
     def _follow_task(self) -> None:
         """Be told when this backward ends: not at all if it raises."""

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -76,7 +76,7 @@ class ForwardRun:
         self.stepper: Stepper | None = core.new_stepper(own_tensors=True)
         self._flows: dict[torch.device, Flow] = {}
         #: What may be in flight, and what its own class waits for.
-        self._tickets: list[tuple[torch.Tensor, _Ticket]] = []
+        self._tickets: dict[int, tuple[torch.Tensor, _Ticket]] = {}
 
     def finish(self, device: torch.device, chunks: Sequence[list[Shard]]) -> None:
         """Issue all updates of one device."""
@@ -97,33 +97,33 @@ class ForwardRun:
             params = {id(shard.param): shard.param for shard in chunk}.values()
             grads = [param.grad for param in params if param.grad is not None]
             ticket = _Ticket(flow.updates_so_far(), device, grads)
-            self._tickets += [(param, ticket) for param in params]
+            self._tickets.update({id(param): (param, ticket) for param in params})
 
     def end(self) -> None:
         """After the last update was issued: let what is in flight wait for itself."""
         for flow in self._flows.values():
             flow.end()
-        for param, ticket in self._tickets:
+        for param, ticket in self._tickets.values():
             if is_distributed(param):
                 continue
+            grad = param.grad  # before the parameter is held: then each look at it is a call
             hold(param, _Tensor(ticket, self._note, id(param)))
-            if param.grad is not None and not is_distributed(param.grad):
-                hold(param.grad, _Tensor(ticket, None, id(param)))
+            if grad is not None and not is_distributed(grad):
+                hold(grad, _Tensor(ticket, None, id(param)))
 
     def wait(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Let the current streams wait for the updates of these parameters; of all by default."""
-        wanted = None if params is None else {id(param) for param in params}
-        rest = []
-        for param, ticket in self._tickets:
-            if wanted is not None and id(param) not in wanted:
-                rest.append((param, ticket))
+        keys = list(self._tickets) if params is None else [id(param) for param in params]
+        for key in keys:
+            param, ticket = self._tickets.pop(key, (None, None))
+            if param is None or ticket is None:
                 continue
-            self._note(id(param))
+            self._note(key)
             ticket.wait()
-            for tensor in (param, param.grad):
-                if tensor is not None and is_held(tensor):
-                    release(tensor)
-        self._tickets = rest
+            release(param)
+            grad = param.grad
+            if is_held(grad):
+                release(cast(torch.Tensor, grad))
 
 
 class ForwardOverlap:
@@ -234,7 +234,8 @@ def _hook(
     def wait(module: torch.nn.Module, _: Any) -> None:
         overlap = reference()
         if overlap is not None:
-            overlap.wait(module.parameters(recurse))
+            params = module.parameters() if recurse else module._parameters.values()
+            overlap.wait(param for param in params if param is not None)
 
     return wait
 

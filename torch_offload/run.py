@@ -15,6 +15,7 @@ from .distributed import is_distributed, local
 from .pipeline import Flow, Traffic
 from .shard import Shard, by_chunk, shards_of
 from .spent import Owner, is_spent, spend
+from .standin import outside_autograd
 from .stepper import Stepper, newcomers_matter
 from .streams import Handoff, caller_stream
 from .values import same, snapshot
@@ -116,7 +117,8 @@ class Run:
             chunk.missing.discard(id(param))
             if not chunk.missing and all(shard.is_as_planned() for shard in chunk.shards):
                 try:
-                    self._update(chunk)
+                    with outside_autograd():
+                        self._update(chunk)
                 except BaseException as error:
                     self._core.after_failure(self.stepper, error)
                     raise
@@ -255,6 +257,7 @@ def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:
 
     Not parameters without state, nor those that step in one list with such (it may matter), nor
     DTensors that are not stepped by their local tensors: all ranks must step them in one order.
+    Whether the state is still where its home is :meth:`Run.is_current` tells.
     """
     found: list[Shard] = []
     for index, group in enumerate(core.optimizer.param_groups):
@@ -272,7 +275,6 @@ def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:
                 and state
                 and home is not None
                 and (param.device, param.dtype) not in newcomers
-                and core.planner.is_home(param, state)
             ):
                 fused = bool(group.get("fused"))
                 found += shards_of(index, param, home, state, core.traits.elementwise, fused)

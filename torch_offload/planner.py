@@ -207,7 +207,8 @@ class Planner:
             self._places = places
         if missing:
             overlap = self._core.overlap
-            if overlap is not None:  # what is updated at the same time travels together
+            # What is updated at the same time travels together.
+            if overlap is not None and not self._core.traits.random:
                 missing.sort(key=lambda item: overlap.position(item[0]))
             self.layout.add(missing)
 

@@ -12,11 +12,11 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from .obstacles import is_ddp, obstacle
+from .obstacles import ddp_of, obstacle
 from .run import Run
 from .standin import outside_autograd
 
@@ -105,8 +105,20 @@ class BackwardOverlap:
 
     def reset(self) -> None:
         """Forget what was copied ahead, and what was updated early."""
+        if self._run is not None:
+            self._run.release()
         self._run = None
         self._end_of_step()
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether parameters were updated of which ``step()`` was not called yet."""
+        return bool(self._has_begun and self._run is not None and self._run.done)
+
+    def distrust(self) -> None:
+        """Copy in again what was copied ahead: somebody looks at the state, and may change it."""
+        if not self._has_begun:
+            self._run = None
 
     def before_step(self) -> Run | None:
         """Return this step's run if it has begun.
@@ -117,6 +129,7 @@ class BackwardOverlap:
         run = self._run if self._has_begun else None
         if run is None:
             return None
+        run.release()
         problem = run.what_changed()
         if self._tasks:
             problem = (
@@ -139,10 +152,11 @@ class BackwardOverlap:
         self._run = None
         model = self._core.model()
         if obstacle(self._core) is None:
-            if is_ddp(model):
+            ddp = ddp_of(model)
+            if ddp is not None:
                 from .ddp import follow
 
-                follow(cast(Any, model), self)
+                follow(ddp, self)
             self._run = Run(self._core, self.order, self._owner)
 
     def _end_of_step(self) -> None:
@@ -153,7 +167,8 @@ class BackwardOverlap:
 
     def accumulated(self, param: torch.Tensor) -> None:
         """Note that something was added to the gradient of ``param``; update what is complete."""
-        if is_ddp(self._core.model()):
+        if ddp_of(self._core.model()) is not None:
+            self._check_not_done(param)
             self._local.add(id(param))
         elif self._is_final(param) and self._is_running():
             self._run_of_now().gradient_is_final(param)
@@ -175,21 +190,24 @@ class BackwardOverlap:
         if final and self._is_running():
             self._run_of_now().gradients_are_averaged(final, wait)
 
-    def _is_final(self, param: torch.Tensor) -> bool:
-        """Count one more accumulation, and tell whether it is the last one of the step."""
-        if self._uses_context and not self._is_last:
-            return False
-        key = id(param)
-        self._positions[key] = self._count
-        self._count += 1
-        self._seen[key] = self._seen.get(key, 0) + 1
-        if self._has_begun and self._run is not None and key in self._run.done:
+    def _check_not_done(self, param: torch.Tensor) -> None:
+        if self._has_begun and self._run is not None and id(param) in self._run.done:
             raise self._refuse(
                 "a second backward() came after the update of a parameter and before step(), where "
                 "a plain optimizer would not have updated anything yet. Call step() after each "
                 "backward(), enter last_microbatch(optimizer) around the last backward() of those "
                 'that accumulate, or use overlap="step"'
             )
+
+    def _is_final(self, param: torch.Tensor) -> bool:
+        """Count one more accumulation, and tell whether it is the last one of the step."""
+        self._check_not_done(param)
+        if self._uses_context and not self._is_last:
+            return False
+        key = id(param)
+        self._positions[key] = self._count
+        self._count += 1
+        self._seen[key] = self._seen.get(key, 0) + 1
         return self._seen[key] >= self._expected.get(key, self._seen[key] + 1)
 
     def _is_running(self) -> bool:
@@ -238,12 +256,14 @@ class BackwardOverlap:
         # Inside of others, of which a checkpoint with reentrant makes many, nobody must wait.
         if self._run is not None and (self._num_tasks == 1 or self._run.is_complete):
             self._run.wait()
-        if is_ddp(self._core.model()) and self._run is not None:
+        if ddp_of(self._core.model()) is not None and self._run is not None:
             # DDP puts its own into the parameters' gradients in a callback that comes after this.
             run = weakref.ref(self._run)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _spend_late(run()))
 
     def _refuse(self, problem: str) -> RuntimeError:
+        if self._run is not None:
+            self._run.release()  # or no checkpoint could be loaded
         reason = f"{problem}. Load a checkpoint of parameters and optimizer to go on."
         self._core.fail(reason)
         return RuntimeError(reason)
@@ -258,6 +278,17 @@ class _Owner:
     def find(self, param_id: int) -> torch.Tensor | None:
         overlap = self._reference()
         return None if overlap is None else overlap.find(param_id)
+
+    def used(self) -> RuntimeError:
+        """Return the error for who uses a parameter that was updated already."""
+        text = (
+            "a parameter was used between its update in backward() and step(), where a plain "
+            "optimizer would not have updated it yet. Call step() before the next forward, enter "
+            "last_microbatch(optimizer) around the last backward() of those that accumulate, or "
+            'use overlap="step"'
+        )
+        overlap = self._reference()
+        return RuntimeError(text) if overlap is None else overlap._refuse(text)
 
     def refused(self) -> None:
         overlap = self._reference()

@@ -100,6 +100,7 @@ class _Front:
         """The optimizer's state: CPU tensors, final. Waits for copies in flight (I4)."""
         core = self._offload_core
         core.synchronize()
+        core.distrust()
         return core.state
 
     @state.setter
@@ -122,6 +123,7 @@ class _Front:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         core = self._offload_core
+        core.check_between_steps("an optimizer was copied")
         with _as_plain(core) as optimizer:
             clone = copy.deepcopy(optimizer, memo)
         convert(clone, core.config, core.traits)

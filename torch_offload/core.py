@@ -166,6 +166,8 @@ class OffloadCore:
                     run.finish(device, known)
             if run is not None:
                 run.end()
+            if self.overlap:
+                self.planner.sort_state()
             stepper.finish()
             for key in self.attributes().keys() - stepper.attributes.keys():
                 del optimizer.__dict__[key]
@@ -301,8 +303,31 @@ class OffloadCore:
         ]
         self.failure = Refusal(reason, [*self.planner.views(), *scalars])
 
+    def _is_midway(self) -> bool:
+        return isinstance(self.overlap, BackwardOverlap) and self.overlap.is_midway
+
+    def distrust(self) -> None:
+        """Copy in again what was copied ahead: somebody looks at the state, and may change it."""
+        self._ahead = None
+        if isinstance(self.overlap, BackwardOverlap):
+            self.overlap.distrust()
+
+    def check_between_steps(self, what: str) -> None:
+        """Refuse what cannot be done while backward has updated some parameters.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self._is_midway():
+            raise RuntimeError(f"{what} between backward() and step(): call step() first.")
+
     def warn_if_torn(self) -> None:
         """Warn whoever saves the state of a step that stopped half-way."""
+        if self.failure is None and self._is_midway():
+            warnings.warn(
+                "this state is that of a step which backward() has begun and step() has not ended",
+                stacklevel=3,
+            )
         if self.failure is not None:
             text = f"this state is not that of a whole step: {self.failure.reason}"
             warnings.warn(text, stacklevel=3)

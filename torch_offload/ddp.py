@@ -31,14 +31,36 @@ class Listener(Protocol):
 
 def obstacle_of(model: DistributedDataParallel) -> str | None:
     """Return why the buckets of a model cannot be followed, or ``None``."""
-    if getattr(model, "_comm_hooks", None) and not hasattr(model, _FOLLOWED):
+    if getattr(model, "_comm_hooks", None) and model not in _listeners:
         return "DistributedDataParallel has a communication hook already, and takes only one"
     if getattr(model, "mixed_precision", None) is not None:
         return "DistributedDataParallel has a mixed precision of its own"
+    ranks = torch.distributed.get_world_size(model.process_group)
+    if model.gradient_as_bucket_view and ranks & (ranks - 1):
+        return (
+            f"gradients are views of buckets and there are {ranks} ranks, no power of two: "
+            "DistributedDataParallel then divides in a way that a hook cannot repeat bit for bit"
+        )
     return None
 
 
-_FOLLOWED = "_torch_offload_listener"
+#: Who follows a model; not kept in it, so that it can be pickled.
+_listeners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Listener]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _State:
+    """What torch gives to the hook. A copy of the model has an empty one."""
+
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self.model = weakref.ref(model) if model is not None else None
+
+    def __reduce__(self) -> Any:
+        return _State, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return _State()
 
 
 def follow(model: DistributedDataParallel, listener: Listener) -> None:
@@ -46,19 +68,26 @@ def follow(model: DistributedDataParallel, listener: Listener) -> None:
 
     A model takes one hook for good, so a later listener takes the place of the one before.
     """
-    is_new = not hasattr(model, _FOLLOWED)
-    setattr(model, _FOLLOWED, weakref.ref(listener))
+    is_new = model not in _listeners
+    _listeners[model] = weakref.ref(listener)
     if is_new:
-        model.register_comm_hook(weakref.ref(model), _average)
+        model.register_comm_hook(_State(model), _average)
 
 
 def _average(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    model = state()
-    group = model.process_group
+    model: Any = state.model() if state.model is not None else None
+    if not getattr(model, "_divide_by_initial_world_size", True):
+        raise RuntimeError(
+            "join(divide_by_initial_world_size=False) divides gradients by the ranks that are "
+            "left, which updates beside backward cannot follow. Use the default, or "
+            'overlap="step".'
+        )
+    group = model.process_group if model is not None else None
     buffer = bucket.buffer()
     buffer.mul_(1.0 / torch.distributed.get_world_size(group))
     work = torch.distributed.all_reduce(buffer, group=group, async_op=True)
-    listener = getattr(model, _FOLLOWED)()
+    reference = _listeners.get(model) if model is not None else None
+    listener = reference() if reference is not None else None
     if listener is not None:
         listener.averaged(bucket.parameters(), bucket.gradients(), work.wait)
     future: torch.futures.Future[Any] = work.get_future()

@@ -165,7 +165,7 @@ class ForwardOverlap:
         reference = weakref.ref(self)
         for module, recurse in _entrances(model):
             self._hooks.append(
-                module.register_forward_pre_hook(_hook(reference, recurse), prepend=True)
+                module.register_forward_pre_hook(_Hook(reference, recurse), prepend=True)
             )
 
     def unwatch(self) -> None:
@@ -228,16 +228,33 @@ def _noter(reference: weakref.ref[ForwardOverlap]) -> Callable[[int], None]:
     return note
 
 
-def _hook(
-    reference: weakref.ref[ForwardOverlap], recurse: bool
-) -> Callable[[torch.nn.Module, Any], None]:
-    def wait(module: torch.nn.Module, _: Any) -> None:
-        overlap = reference()
-        if overlap is not None:
-            params = module.parameters() if recurse else module._parameters.values()
-            overlap.wait(param for param in params if param is not None)
+class _Hook:
+    """As a forward pre-hook: waits for the module's parameters. Copies of it wait for nobody.
 
-    return wait
+    Args:
+        reference: to who waits; ``None`` for nobody.
+        recurse: whether for those of the modules below, too.
+    """
+
+    def __init__(
+        self, reference: weakref.ref[ForwardOverlap] | None = None, recurse: bool = False
+    ) -> None:
+        self._reference = reference
+        self._recurse = recurse
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    # It reads what compiled code cannot be told of.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        overlap = self._reference() if self._reference is not None else None
+        if overlap is not None:
+            params = module.parameters() if self._recurse else module._parameters.values()
+            overlap.wait(param for param in params if param is not None)
 
 
 def _entrances(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -26,6 +26,8 @@ def obstacle(core: OffloadCore, beside_backward: bool = True) -> str | None:
         return _of_late_updates(core)
     if core.failure is not None:
         return "an earlier step failed"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "a graph is being captured"
     if core.traits.sparse:
         return "it is an optimizer for sparse gradients"
     if core.traits.random:
@@ -71,10 +73,11 @@ def _of_late_updates(core: OffloadCore) -> str | None:
 def _of_several_ranks(core: OffloadCore, params: Iterable[torch.Tensor]) -> str | None:
     distributed = torch.distributed
     model = core.model()
-    if is_ddp(model):
+    ddp = ddp_of(model)
+    if ddp is not None:
         from .ddp import obstacle_of
 
-        return obstacle_of(cast(Any, model))
+        return obstacle_of(ddp)
     if (
         not distributed.is_available()
         or not distributed.is_initialized()
@@ -87,13 +90,16 @@ def _of_several_ranks(core: OffloadCore, params: Iterable[torch.Tensor]) -> str 
             "there are several ranks, and only the model tells how their gradients meet: "
             "call attach_model(optimizer, model)"
         )
-    return None
+    return "there are several ranks, and the model that was attached is no DistributedDataParallel"
 
 
-def is_ddp(model: torch.nn.Module | None) -> bool:
-    """Whether a model averages its gradients over ranks in a backward hook."""
-    distributed = torch.distributed.is_available()
-    return distributed and isinstance(model, torch.nn.parallel.DistributedDataParallel)
+def ddp_of(model: torch.nn.Module | None) -> Any:
+    """Return the DistributedDataParallel that a model is, compiled or not; else ``None``."""
+    model = getattr(model, "_orig_mod", model)
+    is_one = torch.distributed.is_available() and isinstance(
+        model, torch.nn.parallel.DistributedDataParallel
+    )
+    return model if is_one else None
 
 
 def _is_on_a_device(values: Iterable[Any]) -> bool:

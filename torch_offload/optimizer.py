@@ -177,6 +177,7 @@ def unoffload(optimizer: O) -> O:
     plain = _unwrap(optimizer)
     core = _core(plain)
     check_step_attribute(plain, "unoffload()")
+    core.check_between_steps("unoffload() was called")
     core.warn_if_torn()
     core.synchronize()
     with outside_autograd():

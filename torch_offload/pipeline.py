@@ -139,7 +139,7 @@ class Pipeline:
         """
         kept = self._kept_for(work)
         if kept is None:
-            self._kept = []
+            self.give_up_slots()
             with on(self.streams.side):
                 buffers = self._allocate(_travelers(work), alike=True)
             kept = self._kept = [Handoff(buffer, self.streams.side) for buffer in buffers]

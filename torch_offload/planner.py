@@ -33,6 +33,7 @@ class Planner:
         self.layout = layout
         #: Where the parameters were in memory when it was last seen that none overlap.
         self._places: list[tuple[int, int]] = []
+        self._num_sorted = 0
 
     def adopt(
         self,
@@ -135,6 +136,16 @@ class Planner:
     def _specs(self, param: torch.Tensor) -> tuple[TensorSpec, ...]:
         home = self.layout.home(param)
         return () if home is None else home.place.tensors
+
+    def sort_state(self) -> None:
+        """Have the entries of new state in the order that they have in plain torch."""
+        state = self._core.state
+        if self._num_sorted != len(state):
+            for group in self._core.optimizer.param_groups:
+                for param in group["params"]:
+                    if param in state:
+                        state[param] = state.pop(param)
+            self._num_sorted = len(state)
 
     def collect(
         self, groups: Iterable[Mapping[str, Any]], done: Collection[int] = ()

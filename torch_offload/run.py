@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from .distributed import is_distributed, local
 from .pipeline import Flow, Traffic
@@ -19,6 +20,7 @@ from .standin import outside_autograd
 from .stepper import Stepper, newcomers_matter
 from .streams import Handoff, caller_stream
 from .values import same, snapshot
+from .waiting import hold, release
 
 if TYPE_CHECKING:
     from .core import OffloadCore
@@ -66,6 +68,10 @@ class Run:
         self.done: set[int] = set()
         self._held: deque[tuple[list[torch.Tensor], Handoff[None], torch.device]] = deque()
         self._before: list[Any] = []
+        self._newcomers = newcomers_of(core)
+        #: Memory and version of parameters after their update.
+        self._after: dict[int, tuple[int, int]] = {}
+        self._forbidden: list[torch.Tensor] = []
         #: Gradients that are not in the parameters, by their ids, and whose those are.
         self._given: dict[int, torch.Tensor] = {}
         self._late: list[torch.Tensor] = []
@@ -98,15 +104,39 @@ class Run:
             id(p): i for i, g in enumerate(core.optimizer.param_groups) for p in g["params"]
         }
         shards = [shard for chunk in self._chunks for shard in chunk.shards if shard.is_first]
-        return all(
-            group_of.get(id(shard.param)) == shard.group
-            and core.state.get(shard.param) is shard.state
-            and core.planner.is_home(shard.param, shard.state)
-            for shard in shards
-        ) and all(_versions(chunk.shards) == chunk.versions for chunk in self._chunks)
+        return (
+            self._newcomers == newcomers_of(core)
+            and all(
+                group_of.get(id(shard.param)) == shard.group
+                and core.state.get(shard.param) is shard.state
+                and core.planner.is_home(shard.param, shard.state)
+                for shard in shards
+            )
+            and all(_versions(chunk.shards) == chunk.versions for chunk in self._chunks)
+        )
+
+    def release(self) -> None:
+        """Let parameters that were updated be used again."""
+        for param in self._forbidden:
+            release(param)
+        self._forbidden.clear()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._core.optimizer.param_groups
+
+    def _versions_of(self, chunk: _Chunk, shard: Shard) -> list[int]:
+        """Return those of one shard as they were when the run was made."""
+        at = 0
+        for other in chunk.shards:
+            count = len(_versions([other]))
+            if other is shard:
+                return chunk.versions[at : at + count]
+            at += count
+        return []
 
     def begin(self) -> None:
         """Take the hyper-parameters as they are now."""
+        self._global_hooks = set(torch_optimizer._global_optimizer_pre_hooks)
         self.stepper = self._core.new_stepper()
         self._before = self._settings()
 
@@ -184,9 +214,25 @@ class Run:
                     )
         if len(self._before) != len(self._settings()):
             return "a parameter group was added between backward() and step()"
+        if set(torch_optimizer._global_optimizer_pre_hooks) != self._global_hooks:
+            return "a step pre-hook of all optimizers came between backward() and step()"
+        group_of = {id(p): i for i, g in enumerate(self._groups()) for p in g["params"]}
         for chunk in self._chunks:
             for shard in chunk.shards:
-                if id(shard.param) in self.done and not is_spent(shard.param.grad):
+                if id(shard.param) not in self.done:
+                    continue
+                if (
+                    self._after[id(shard.param)] != _memory(shard.param)
+                    or group_of.get(id(shard.param)) != shard.group
+                    or self._core.state.get(shard.param) is not shard.state
+                    or _versions([shard]) != self._versions_of(chunk, shard)
+                ):
+                    return (
+                        f"a parameter of shape {tuple(shard.param.shape)}, its state or its group "
+                        "was changed between backward() and step(), when it had been updated "
+                        "already"
+                    )
+                if not is_spent(shard.param.grad):
                     what = "taken away" if shard.param.grad is None else "replaced"
                     return (
                         f"the gradient of a parameter of shape {tuple(shard.param.shape)} was "
@@ -206,9 +252,10 @@ class Run:
             {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups
         ]
         types = sorted({device.type for device in devices})
-        autocast = {
+        autocast = {  # of which element-wise operations know nothing
             f"autocast on {kind}": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in types
+            if not core.traits.elementwise
         }
         return [autocast, snapshot(attributes), *(snapshot(v) for v in values)]
 
@@ -227,6 +274,10 @@ class Run:
             if param.grad is None:  # somebody's hook took it away, so it was not updated
                 continue
             self.done.add(id(param))
+            self._after[id(param)] = _memory(param)
+            if self._owner is not None and not is_distributed(param):
+                hold(param, _Forbidden(self._owner))
+                self._forbidden.append(param)
             if id(param) in self._given:
                 self._late.append(param)
             elif not is_spent(param.grad):
@@ -252,6 +303,34 @@ class Run:
                 param.grad = own[key]
 
 
+class _Forbidden:
+    """What a parameter waits for that nobody may use before ``step()``."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def wait(self) -> None:
+        raise self._owner.used()
+
+
+def newcomers_of(core: OffloadCore) -> set[tuple[int, torch.device, torch.dtype]]:
+    """Return the lists of parameters in which one without state may change how others are stepped:
+    group, device and dtype."""
+    if not newcomers_matter(core.plain_class):
+        return set()
+    return {
+        (index, param.device, param.dtype)
+        for index, group in enumerate(core.optimizer.param_groups)
+        for param in group["params"]
+        if param.requires_grad and not core.state.get(param)
+    }
+
+
+def _memory(param: torch.Tensor) -> tuple[int, int]:
+    own = local(param)
+    return own._version, own.data_ptr()
+
+
 def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:
     """Return what of the next step can be updated as soon as its gradients are final.
 
@@ -260,21 +339,17 @@ def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:
     Whether the state is still where its home is :meth:`Run.is_current` tells.
     """
     found: list[Shard] = []
+    newcomers = newcomers_of(core)
     for index, group in enumerate(core.optimizer.param_groups):
-        params = [param for param in group["params"] if param.requires_grad]
-        newcomers = {
-            (param.device, param.dtype)
-            for param in params
-            if newcomers_matter(core.plain_class) and not core.state.get(param)
-        }
-        for param in params:
+        for param in group["params"]:
             state = core.state.get(param)
             home = core.planner.layout.home(param)
             if (
                 id(param) in order
+                and param.requires_grad
                 and state
                 and home is not None
-                and (param.device, param.dtype) not in newcomers
+                and (index, param.device, param.dtype) not in newcomers
             ):
                 fused = bool(group.get("fused"))
                 found += shards_of(index, param, home, state, core.traits.elementwise, fused)

@@ -140,12 +140,13 @@ class Planner:
     def sort_state(self) -> None:
         """Have the entries of new state in the order that they have in plain torch."""
         state = self._core.state
-        if self._num_sorted != len(state):
+        new = {id(param) for param in list(state)[self._num_sorted :]}
+        if new:
             for group in self._core.optimizer.param_groups:
                 for param in group["params"]:
-                    if param in state:
+                    if id(param) in new and param in state:
                         state[param] = state.pop(param)
-            self._num_sorted = len(state)
+        self._num_sorted = len(state)
 
     def collect(
         self, groups: Iterable[Mapping[str, Any]], done: Collection[int] = ()

@@ -163,7 +163,10 @@ def assert_same(plain: Look, other: Look) -> None:
 
 
 def assert_on_host(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """State is on the host, in DTensors on the parameter's mesh (I7)."""
+    """State is on the host, in DTensors on the parameter's mesh (I7).
+
+    How they are placed there is compared with plain: some are placed as the gradient was.
+    """
     for param in net.parameters():
         for key, value in optimizer.state.get(param, {}).items():
             if value.dim() == 0:
@@ -171,7 +174,6 @@ def assert_on_host(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             assert isinstance(param, DTensor)
             assert isinstance(value, DTensor), key
             assert value.device_mesh == param.device_mesh
-            assert value.placements == param.placements
             assert value.shape == param.shape
             assert value.to_local().device.type == "cpu"
             assert value.to_local().shape == param.to_local().shape
@@ -407,7 +409,11 @@ def test_same_bits_as_plain(ranks, case):
 
 @pytest.mark.parametrize("case", FAIL)
 def test_fails_where_torch_fails(ranks, case):
-    for plain, other in ranks(failures, ranks.device, case):
+    found = ranks(failures, ranks.device, case)
+    if not any(found):  # this torch can do it
+        ranks(compare, ranks.device, case)
+        return
+    for plain, other in found:
         assert plain.partition(":")[0] == other.partition(":")[0], (plain, other)
 
 

@@ -124,16 +124,6 @@ class Run:
     def _groups(self) -> list[dict[str, Any]]:
         return self._core.optimizer.param_groups
 
-    def _versions_of(self, chunk: _Chunk, shard: Shard) -> list[int]:
-        """Return those of one shard as they were when the run was made."""
-        at = 0
-        for other in chunk.shards:
-            count = len(_versions([other]))
-            if other is shard:
-                return chunk.versions[at : at + count]
-            at += count
-        return []
-
     def begin(self) -> None:
         """Take the hyper-parameters as they are now."""
         self._global_hooks = set(torch_optimizer._global_optimizer_pre_hooks)
@@ -218,25 +208,25 @@ class Run:
             return "a step pre-hook of all optimizers came between backward() and step()"
         group_of = {id(p): i for i, g in enumerate(self._groups()) for p in g["params"]}
         for chunk in self._chunks:
-            for shard in chunk.shards:
-                if id(shard.param) not in self.done:
-                    continue
-                if (
-                    self._after[id(shard.param)] != _memory(shard.param)
-                    or group_of.get(id(shard.param)) != shard.group
-                    or self._core.state.get(shard.param) is not shard.state
-                    or _versions([shard]) != self._versions_of(chunk, shard)
+            used = [shard for shard in chunk.shards if id(shard.param) in self.done]
+            is_same = not used or _versions(chunk.shards) == chunk.versions
+            for shard in used:
+                param = shard.param
+                if not (
+                    is_same
+                    and self._after[id(param)] == _memory(param)
+                    and group_of.get(id(param)) == shard.group
+                    and self._core.state.get(param) is shard.state
                 ):
                     return (
-                        f"a parameter of shape {tuple(shard.param.shape)}, its state or its group "
-                        "was changed between backward() and step(), when it had been updated "
-                        "already"
+                        f"a parameter of shape {tuple(param.shape)}, its state or its group was "
+                        "changed between backward() and step(), when it had been updated already"
                     )
-                if not is_spent(shard.param.grad):
-                    what = "taken away" if shard.param.grad is None else "replaced"
+                if not is_spent(param.grad):
+                    what = "taken away" if param.grad is None else "replaced"
                     return (
-                        f"the gradient of a parameter of shape {tuple(shard.param.shape)} was "
-                        f"{what} between backward() and step(), when it had been used already"
+                        f"the gradient of a parameter of shape {tuple(param.shape)} was {what} "
+                        "between backward() and step(), when it had been used already"
                     )
         return None
 

@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     config = asdict(plan) | {
         "preset": args.params,
         "sizes": plan.sizes,
-        "timeline": str(plan.timeline) if plan.timeline else None,
+        "timeline": plan.timeline.name if plan.timeline else None,
         "modes": [mode.name for mode in modes if not mode.control],
         "param_dtype": "float32",
         "autocast_dtype": "bfloat16",

@@ -12,8 +12,7 @@ import copyreg
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from functools import cache
 from typing import Any, cast
 
@@ -114,8 +113,7 @@ class _Front:
         # offload() what was unpickled, or load a checkpoint, before it steps on a GPU.
         core = self._offload_core
         core.warn_if_torn()
-        with _as_plain(core) as optimizer:
-            function, *rest = optimizer.__reduce_ex__(protocol)
+        function, *rest = _plain_twin(core).__reduce_ex__(protocol)
         # copyreg's function for new objects would insist on the object's own class.
         if function is getattr(copyreg, "__newobj__"):  # noqa: B009
             function = core.plain_class.__new__
@@ -124,32 +122,25 @@ class _Front:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         core = self._offload_core
         core.check_between_steps("an optimizer was copied")
-        with _as_plain(core) as optimizer:
-            clone = copy.deepcopy(optimizer, memo)
+        clone = memo[id(self)] = copy.deepcopy(_plain_twin(core), memo)
         convert(clone, core.config, core.traits)
         if core.failure is not None:
             cast(Any, clone)._offload_core.fail(core.failure.reason)
         return clone
 
 
-@contextmanager
-def _as_plain(core: OffloadCore) -> Iterator[Any]:
-    """Let the optimizer be what it was before the conversion, with its state on the host."""
-    optimizer = cast(Any, core.optimizer)
+def _plain_twin(core: OffloadCore) -> Any:
+    """Return what the optimizer was before the conversion, over the same groups and host state."""
     core.synchronize()
-    made = type(optimizer)
-    hooks = optimizer._optimizer_step_pre_hooks
-    try:
-        optimizer._optimizer_step_pre_hooks = OrderedDict(
-            (key, hook) for key, hook in hooks.items() if hook is not _refuse_bypass
-        )
-        del optimizer.__dict__["_offload_core"]
-        optimizer.__class__ = core.plain_class
-        yield optimizer
-    finally:
-        optimizer.__class__ = made
-        optimizer.__dict__["_offload_core"] = core
-        optimizer._optimizer_step_pre_hooks = hooks
+    twin: Any = object.__new__(core.plain_class)
+    twin.__dict__.update(core.optimizer.__dict__)
+    del twin.__dict__["_offload_core"]
+    twin.__dict__["_optimizer_step_pre_hooks"] = OrderedDict(
+        (key, hook)
+        for key, hook in twin.__dict__["_optimizer_step_pre_hooks"].items()
+        if hook is not _refuse_bypass
+    )
+    return twin
 
 
 @cache

@@ -68,6 +68,7 @@ class Run:
         self.done: set[int] = set()
         self._held: deque[tuple[list[torch.Tensor], Handoff[None], torch.device]] = deque()
         self._before: list[Any] = []
+        self._global_hooks: set[int] = set()
         self._newcomers = newcomers_of(core)
         #: Memory and version of parameters after their update.
         self._after: dict[int, tuple[int, int]] = {}
@@ -100,9 +101,7 @@ class Run:
     def is_current(self) -> bool:
         """Whether all is where it was when the run was made, and nobody wrote to it since."""
         core = self._core
-        group_of = {
-            id(p): i for i, g in enumerate(core.optimizer.param_groups) for p in g["params"]
-        }
+        group_of = _groups_of(core)
         shards = [shard for chunk in self._chunks for shard in chunk.shards if shard.is_first]
         return (
             self._newcomers == newcomers_of(core)
@@ -120,9 +119,6 @@ class Run:
         for param in self._forbidden:
             release(param)
         self._forbidden.clear()
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._core.optimizer.param_groups
 
     def begin(self) -> None:
         """Take the hyper-parameters as they are now."""
@@ -193,7 +189,8 @@ class Run:
 
     def what_changed(self) -> str | None:
         """Say what is not as it was at the first update."""
-        for index, (old, new) in enumerate(zip(self._before, self._settings(), strict=False)):
+        now = self._settings()
+        for index, (old, new) in enumerate(zip(self._before, now, strict=False)):
             for key in {**old, **new}:
                 if key not in old or key not in new or not same(old[key], new[key]):
                     where = f"param_groups[{index - 2}][{key!r}]" if index > 1 else f"{key!r}"
@@ -202,11 +199,11 @@ class Run:
                         "first parameters were updated in backward(). Set it before backward(), "
                         'or use overlap="step"'
                     )
-        if len(self._before) != len(self._settings()):
+        if len(self._before) != len(now):
             return "a parameter group was added between backward() and step()"
         if set(torch_optimizer._global_optimizer_pre_hooks) != self._global_hooks:
             return "a step pre-hook of all optimizers came between backward() and step()"
-        group_of = {id(p): i for i, g in enumerate(self._groups()) for p in g["params"]}
+        group_of = _groups_of(self._core)
         for chunk in self._chunks:
             used = [shard for shard in chunk.shards if id(shard.param) in self.done]
             is_same = not used or _versions(chunk.shards) == chunk.versions
@@ -314,6 +311,12 @@ def newcomers_of(core: OffloadCore) -> set[tuple[int, torch.device, torch.dtype]
         for param in group["params"]
         if param.requires_grad and not core.state.get(param)
     }
+
+
+def _groups_of(core: OffloadCore) -> dict[int, int]:
+    """Return the index of each parameter's group, by the parameter's id."""
+    groups = core.optimizer.param_groups
+    return {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
 
 def _memory(param: torch.Tensor) -> tuple[int, int]:

@@ -47,10 +47,14 @@ class BackwardOverlap:
         self._run: Run | None = None
         #: Whether this step's run has begun; None before its first final gradient.
         self._has_begun: bool | None = None
-        #: Backwards of this step that have not ended, and how many there were.
+        #: Backwards of this step that have not ended, and those in which updates were made.
         self._tasks: set[int] = set()
-        self._num_tasks = 0
+        self._updating: set[int] = set()
+        #: Whether a backward of this step raised, so that its accumulations tell nothing.
+        self._is_spoiled = False
         self._owner = _Owner(weakref.ref(self))
+        # Parameters may outlive the optimizer.
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self._uses_context = False
         self._is_last = False
         #: Under DistributedDataParallel: what has a gradient of this rank that is not averaged yet.
@@ -98,9 +102,7 @@ class BackwardOverlap:
 
     def unwatch(self) -> None:
         """Remove all hooks, and forget what was copied ahead."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
         self.reset()
 
     def reset(self) -> None:
@@ -126,6 +128,8 @@ class BackwardOverlap:
         Raises:
             RuntimeError: plain torch would have used other gradients or hyper-parameters.
         """
+        if self._tasks and not self.is_midway:
+            self._spoil()
         run = self._run if self._has_begun else None
         if run is None:
             return None
@@ -163,10 +167,19 @@ class BackwardOverlap:
         self._seen, self._positions, self._count = {}, {}, 0
         self._local.clear()
         self._has_begun = None
-        self._tasks, self._num_tasks = set(), 0
+        self._tasks, self._updating = set(), set()
+        self._is_spoiled = False
+
+    def _spoil(self) -> None:
+        """A backward raised before anything was updated: take this step as a whole."""
+        self._end_of_step()
+        self._has_begun, self._is_spoiled = False, True
 
     def accumulated(self, param: torch.Tensor) -> None:
         """Note that something was added to the gradient of ``param``; update what is complete."""
+        self._follow_task()
+        if self._is_spoiled:
+            return
         if ddp_of(self._core.model()) is not None:
             self._check_not_done(param)
             self._local.add(id(param))
@@ -215,7 +228,7 @@ class BackwardOverlap:
         if self._has_begun is None:
             self._begin()
         if self._has_begun:
-            self._follow_task()
+            self._updating.add(torch._C._current_graph_task_id())
         return bool(self._has_begun)
 
     def _run_of_now(self) -> Run:
@@ -236,30 +249,30 @@ class BackwardOverlap:
             self._run.begin()
 
     def _follow_task(self) -> None:
-        """Be told when this backward ends: not at all if it raises."""
+        """Be told how this backward ends."""
         task = torch._C._current_graph_task_id()
-        if task < 0 or task in self._tasks:
-            return
-        self._tasks.add(task)
-        self._num_tasks += 1
-        reference = weakref.ref(self)
+        if task >= 0 and task not in self._tasks and not self._is_spoiled:
+            self._tasks.add(task)
+            end = _EndOfTask(weakref.ref(self), task)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
-        def ended() -> None:
-            overlap = reference()
-            if overlap is not None:
-                overlap._task_ended(task)
-
-        torch.autograd.Variable._execution_engine.queue_callback(ended)
-
-    def _task_ended(self, task: int) -> None:
+    def task_ended(self, task: int) -> None:
+        """Note that a backward has ended well."""
         self._tasks.discard(task)
+        if task not in self._updating:
+            return
         # Inside of others, of which a checkpoint with reentrant makes many, nobody must wait.
-        if self._run is not None and (self._num_tasks == 1 or self._run.is_complete):
+        if self._run is not None and (len(self._updating) == 1 or self._run.is_complete):
             self._run.wait()
         if ddp_of(self._core.model()) is not None and self._run is not None:
             # DDP puts its own into the parameters' gradients in a callback that comes after this.
             run = weakref.ref(self._run)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _spend_late(run()))
+
+    def task_raised(self, task: int) -> None:
+        """Note that a backward has raised. If it had updated anything, ``step()`` will refuse."""
+        if task in self._tasks and not self.is_midway:
+            self._spoil()
 
     def _refuse(self, problem: str) -> RuntimeError:
         if self._run is not None:
@@ -267,6 +280,24 @@ class BackwardOverlap:
         reason = f"{problem}. Load a checkpoint of parameters and optimizer to go on."
         self._core.fail(reason)
         return RuntimeError(reason)
+
+
+class _EndOfTask:
+    """A callback of the autograd engine. A backward that raises drops it without a call."""
+
+    def __init__(self, reference: weakref.ref[BackwardOverlap], task: int) -> None:
+        self._reference = reference
+        self._task = task
+
+    def __call__(self) -> None:
+        overlap = self._reference()
+        if overlap is not None:
+            overlap.task_ended(self._task)
+
+    def __del__(self) -> None:
+        overlap = self._reference()
+        if overlap is not None:
+            overlap.task_raised(self._task)
 
 
 class _Owner:
@@ -297,6 +328,12 @@ class _Owner:
                 "gradients were asked for between backward() and step(), where parameters had been "
                 "updated with them already"
             )
+
+
+def _remove(hooks: dict[int, torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in hooks.values():
+        handle.remove()
+    hooks.clear()
 
 
 def _spend_late(run: Run | None) -> None:

@@ -84,6 +84,8 @@ class OffloadCore:
         self.entered = 0
         self.num_loads = 0
         self.pipelines: dict[torch.device, Pipeline] = {}
+        # Parameters, and state that stays on the device, must not be freed under an update.
+        weakref.finalize(optimizer, _synchronize, self.pipelines).atexit = False
         self._stores: dict[torch.device, HostStore] = {}
         # A bound method would be a cycle: host memory would wait for the garbage collector.
         own = weakref.proxy(self)
@@ -125,8 +127,7 @@ class OffloadCore:
 
     def synchronize(self) -> None:
         """Block the CPU until the host state is that of the last step (I4)."""
-        for pipeline in self.pipelines.values():
-            pipeline.synchronize()
+        _synchronize(self.pipelines)
 
     def step(self) -> None:
         """Update every parameter that has a gradient. Returns before the device is done.
@@ -386,3 +387,8 @@ class OffloadCore:
                 torch.accelerator.synchronize(device)
         if not changed:
             self.failure = None
+
+
+def _synchronize(pipelines: dict[torch.device, Pipeline]) -> None:
+    for pipeline in pipelines.values():
+        pipeline.synchronize()

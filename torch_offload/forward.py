@@ -113,17 +113,20 @@ class ForwardRun:
 
     def wait(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Let the current streams wait for the updates of these parameters; of all by default."""
-        keys = list(self._tickets) if params is None else [id(param) for param in params]
-        for key in keys:
-            param, ticket = self._tickets.pop(key, (None, None))
-            if param is None or ticket is None:
-                continue
-            self._note(key)
-            ticket.wait()
-            release(param)
-            grad = param.grad
-            if is_held(grad):
-                release(cast(torch.Tensor, grad))
+        for key in list(self._tickets) if params is None else [id(param) for param in params]:
+            self.wait_for(key)
+
+    def wait_for(self, key: int) -> None:
+        """Let the current stream wait for the update of the parameter with this id."""
+        param, ticket = self._tickets.pop(key, (None, None))
+        if param is None or ticket is None:
+            return
+        self._note(key)
+        ticket.wait()
+        release(param)
+        grad = param.grad
+        if is_held(grad):
+            release(cast(torch.Tensor, grad))
 
 
 class ForwardOverlap:
@@ -139,8 +142,12 @@ class ForwardOverlap:
         #: When parameters were first used after the last step and the one before, by their ids.
         self._used: dict[int, int] = {}
         self._order: dict[int, int] = {}
-        self._hooks: list[Any] = []
-        self._hooked: weakref.ref[torch.nn.Module] | None = None
+        #: What was hooked: modules and parameters.
+        self._entrances: list[tuple[weakref.ref[torch.nn.Module], bool]] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._of_params: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        # Modules and parameters may outlive the optimizer.
+        weakref.finalize(self, _remove, self._hooks, self._of_params).atexit = False
 
     @contextmanager
     def last_microbatch(self) -> Iterator[None]:
@@ -152,21 +159,32 @@ class ForwardOverlap:
         return self._order.get(id(param), math.inf)
 
     def watch(self) -> None:
-        """See to it that the model's modules wait for their parameters.
+        """See to it that the model's modules wait for their parameters, and so does a backward
+        that adds to their gradients.
 
         Parameters wait for themselves, but not in compiled code, which looks at their class, nor in
         C++ extensions; and DTensors do not.
         """
         model = self._core.model()
-        if model is None or (self._hooked is not None and self._hooked() is model):
+        if model is None:
             return
-        self._unhook()
-        self._hooked = weakref.ref(model)
         reference = weakref.ref(self)
-        for module, recurse in _entrances(model):
-            self._hooks.append(
+        params = [p for group in self._core.optimizer.param_groups for p in group["params"]]
+        entrances = _entrances(model, any(is_distributed(param) for param in params))
+        hooked = [(weakref.ref(module), recurse) for module, recurse in entrances]
+        if hooked != self._entrances:
+            self._unhook()
+            self._entrances = hooked
+            self._hooks += [
                 module.register_forward_pre_hook(_Hook(reference, recurse), prepend=True)
-            )
+                for module, recurse in entrances
+            ]
+        for param in params:
+            handle = self._of_params.get(id(param))
+            present = param._backward_hooks or {}
+            if param.requires_grad and (handle is None or handle.id not in present):
+                hook = _gradient_hook(reference, id(param))
+                self._of_params[id(param)] = param.register_hook(hook)
 
     def unwatch(self) -> None:
         """Wait for everything, and remove all hooks."""
@@ -174,10 +192,8 @@ class ForwardOverlap:
         self._unhook()
 
     def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._hooked = None
+        _remove(self._hooks, self._of_params)
+        self._entrances = []
 
     def reset(self) -> None:
         """Wait for everything that is in flight."""
@@ -189,6 +205,11 @@ class ForwardOverlap:
         """Let the current streams wait for the updates of these parameters."""
         if self._run is not None:
             self._run.wait(params)
+
+    def wait_for(self, key: int) -> None:
+        """Let the current stream wait for the update of the parameter with this id."""
+        if self._run is not None:
+            self._run.wait_for(key)
 
     def before_step(self) -> ForwardRun | None:
         """Return what takes the updates of this step.
@@ -257,22 +278,45 @@ class _Hook:
             overlap.wait(param for param in params if param is not None)
 
 
-def _entrances(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
-    """Go through the modules before which to wait, and tell whether for all below them, too."""
-    found: list[tuple[torch.nn.Module, bool]] = []
+def _gradient_hook(
+    reference: weakref.ref[ForwardOverlap], key: int
+) -> Callable[[torch.Tensor], None]:
+    def before_accumulation(_: torch.Tensor) -> None:
+        overlap = reference()
+        if overlap is not None:
+            overlap.wait_for(key)
+
+    return before_accumulation
+
+
+def _remove(
+    hooks: list[torch.utils.hooks.RemovableHandle],
+    by_id: dict[int, torch.utils.hooks.RemovableHandle],
+) -> None:
+    for handle in [*hooks, *by_id.values()]:
+        handle.remove()
+    hooks.clear()
+    by_id.clear()
+
+
+def _entrances(model: torch.nn.Module, distributed: bool) -> list[tuple[torch.nn.Module, bool]]:
+    """Return the modules before which to wait, and whether for all below them, too."""
+    found: dict[torch.nn.Module, bool] = {}
 
     def visit(module: torch.nn.Module) -> None:
-        own = list(module.parameters(recurse=False))
-        if _is_compiled(module) or any(is_distributed(p) for p in module.parameters()):
-            found.append((module, True))
+        if module in found:
             return
-        if own:
-            found.append((module, False))
-        for child in module.children():
-            visit(child)
+        if distributed or _is_compiled(module):
+            found[module] = True
+            return
+        if module._parameters:
+            found[module] = False
+        for child in module._modules.values():
+            if child is not None:
+                visit(child)
 
     visit(model)
-    yield from dict.fromkeys(found)
+    return list(found.items())
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -30,6 +30,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import timeline_plot
 import torch_offload
+from live_gradients import live_gradients
 from measuring import COPY_BYTES, Hash, Laps, free, link_samples, memory, reset_peak, synchronize
 from record import Record, commit, environment, write
 from torch_offload import offload, offload_stats
@@ -155,7 +156,16 @@ class Training:
             "losses": [loss.item() for loss in losses],
             "params_sha256": hashed(self.params),
             "lanes": self._lanes(batches[-1]) if plan.timeline else None,
+            "gradients": self._gradients(batches[-1]),
         }
+
+    def _gradients(self, batch: Batch) -> dict[str, int] | None:
+        """Take one more step and see how many bytes of gradients live at once."""
+        if self.mode.overlap != "backward" or len(batch) > 1:
+            return None
+        with live_gradients(self.params) as found:
+            self.step(batch, Laps(self.device))
+        return {"most_live_bytes": found.most_bytes, "all_bytes": found.all_bytes}
 
     def _lanes(self, batch: Batch) -> dict[str, Any]:
         """Take two more steps, of which the second is recorded: the first one fills the streams."""

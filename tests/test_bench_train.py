@@ -33,6 +33,7 @@ def module(name):
 
 
 bench_train = module("bench_train")
+live_gradients = module("live_gradients")
 measuring = module("measuring")
 timeline_plot = module("timeline_plot")
 train_modes = module("train_modes")
@@ -399,3 +400,22 @@ def test_without_matplotlib_the_remedy_is_named(timeline_plot, train_plan, monke
     with pytest.raises(SystemExit):
         train_plan.parse(["--device", "cpu", "--timeline", "a.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_gradients_that_live_at_once_are_counted(live_gradients):
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(4)])
+    one = model[0].weight.nbytes
+
+    def drop(param: torch.Tensor) -> None:
+        param.grad = None
+
+    with live_gradients.live_gradients(list(model.parameters())) as found:
+        model(torch.randn(2, 8)).sum().backward()
+    assert (found.most_bytes, found.all_bytes) == (4 * one, 4 * one)
+    for param in model.parameters():
+        param.grad = None
+        param.register_post_accumulate_grad_hook(drop)
+    with live_gradients.live_gradients(list(model.parameters())) as found:
+        model(torch.randn(2, 8)).sum().backward()
+    assert (found.most_bytes, found.all_bytes) == (one, 4 * one)
+    assert all(len(param._post_accumulate_grad_hooks) == 1 for param in model.parameters())

@@ -1,0 +1,54 @@
+"""How many bytes of gradients live at once during a backward that frees them early."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class LiveGradients:
+    """Attributes:
+    most_bytes: gradients that lived at once, at most; those that an update still reads included.
+    all_bytes: what all of them together would need.
+    """
+
+    most_bytes: int = 0
+    all_bytes: int = 0
+
+
+@contextmanager
+def live_gradients(params: Sequence[Tensor]) -> Iterator[LiveGradients]:
+    """Count the gradients of a backward as it goes on. It is slower for that.
+
+    Args:
+        params: parameters of a model, of which each gets one gradient.
+    """
+    found = LiveGradients()
+    alive: list[tuple[weakref.ref[Tensor], int]] = []
+
+    def accumulated(param: Tensor) -> None:
+        grad = param.grad
+        assert grad is not None
+        alive.append((weakref.ref(grad), grad.nbytes))
+        alive[:] = [(reference, size) for reference, size in alive if reference() is not None]
+        found.most_bytes = max(found.most_bytes, sum(size for _, size in alive))
+        found.all_bytes += grad.nbytes
+
+    handles = [param.register_post_accumulate_grad_hook(accumulated) for param in params]
+    for param, handle in zip(params, handles, strict=True):
+        # Before the hook that makes the update, which takes the gradient away. Torch goes by the
+        # order in which they came in, so that move_to_end() would do nothing.
+        hooks = param._post_accumulate_grad_hooks
+        others = {key: hook for key, hook in hooks.items() if key != handle.id}
+        hooks.clear()
+        hooks.update({handle.id: accumulated, **others})
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

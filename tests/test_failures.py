@@ -212,9 +212,9 @@ def test_before_every_operation_on_tensors(device, scenario, name, most):
 #: Where an error is raised: class or module, function, what it does.
 STAGES = {
     "slots": (pipeline, "allocate_slot"),
-    "h2d": (pipeline.Pipeline, "_copy_in"),
+    "h2d": (pipeline.Pipeline, "copy_in"),
     "update": (stepper, "step_detached"),
-    "d2h": (pipeline.Pipeline, "_copy_out"),
+    "d2h": (pipeline.Pipeline, "copy_out"),
     "d2h of new state": (pipeline.Pipeline, "_copy_born"),
     "handoff": (pipeline.Handoff, "take"),
 }

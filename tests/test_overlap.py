@@ -599,7 +599,8 @@ def test_readers_see_finished_values(monkeypatch, device, reader, slow):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("budget", ["50%", "100%"])
-def test_state_that_stays_is_read_when_it_is_final(monkeypatch, budget):
+@pytest.mark.parametrize("deleted", [False, True])
+def test_state_that_stays_is_read_when_it_is_final(monkeypatch, budget, deleted):
     gpu = torch.device("cuda", 0)
     seen: list[list[Any]] = []
 
@@ -613,9 +614,14 @@ def test_state_that_stays_is_read_when_it_is_final(monkeypatch, budget):
     plain = train(gpu, None, loop)
     train(gpu, "forward")  # the trial of the class has been made
     slow_down(monkeypatch, "update")
+    skipped = delete_wait(monkeypatch, "side", "cpu") if deleted else []
     seen.append([])
-    assert_same(plain, train(gpu, "forward", loop, gpu_budget=budget))
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*seen, strict=True))
+    other = train(gpu, "forward", loop, gpu_budget=budget)
+    equal = all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*seen, strict=True))
+    assert equal != deleted
+    assert bool(skipped) == deleted
+    if not deleted:
+        assert_same(plain, other)
 
 
 def with_lr(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -42,7 +42,7 @@ def known_class():
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, *stages: str) -> None:
     """Let each copy in, copy out or update take ``SLOW_MS`` more on its own stream."""
-    real_in, real_out = pipeline.Pipeline._copy_in, pipeline.Pipeline._copy_out
+    real_in, real_out = pipeline.Pipeline.copy_in, pipeline.Pipeline.copy_out
     real_born, real_step = pipeline.Pipeline._copy_born, stepper.step_detached
 
     def on(stream, real):
@@ -55,9 +55,9 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, *stages: str) -> None:
         return slowed
 
     if "h2d" in stages:
-        monkeypatch.setattr(pipeline.Pipeline, "_copy_in", on("h2d", real_in))
+        monkeypatch.setattr(pipeline.Pipeline, "copy_in", on("h2d", real_in))
     if "d2h" in stages:
-        monkeypatch.setattr(pipeline.Pipeline, "_copy_out", on("d2h", real_out))
+        monkeypatch.setattr(pipeline.Pipeline, "copy_out", on("d2h", real_out))
         monkeypatch.setattr(pipeline.Pipeline, "_copy_born", on("d2h", real_born))
     if "update" in stages:
 
@@ -72,7 +72,7 @@ def delete_wait(monkeypatch: pytest.MonkeyPatch, producer: str, consumer: str) -
     """Make the pipeline skip one wait. Returns a list that grows with each wait skipped."""
     known: dict[int, str] = {}
     skipped: list[str] = []
-    real_create, real_take = CopyStreams.create, Handoff.take
+    real_create, real_take, real_block = CopyStreams.create, Handoff.take, Handoff.take_on_cpu
 
     def create(device):
         streams = real_create(device)
@@ -86,11 +86,15 @@ def delete_wait(monkeypatch: pytest.MonkeyPatch, producer: str, consumer: str) -
             return self._value
         return real_take(self, stream)
 
+    def take_on_cpu(self):
+        if (known.get(id(self.producer), "caller"), consumer) == (producer, "cpu"):
+            skipped.append(producer)
+            return self._value
+        return real_block(self)
+
     monkeypatch.setattr(CopyStreams, "create", staticmethod(create))
-    if consumer == "cpu":
-        monkeypatch.setattr(Handoff, "take_on_cpu", lambda self: skipped.append(producer))
-    else:
-        monkeypatch.setattr(Handoff, "take", take)
+    monkeypatch.setattr(Handoff, "take", take)
+    monkeypatch.setattr(Handoff, "take_on_cpu", take_on_cpu)
     return skipped
 
 

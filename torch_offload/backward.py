@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from .core import OffloadCore
 
 
+_RAISED = (
+    "backward() raised after parameters had been updated (overlap='backward'), so what is left of "
+    "this step is not what a plain optimizer would do"
+)
+
+
 class BackwardOverlap:
     """Watches the gradients of one optimizer's parameters, and updates chunks early.
 
@@ -50,8 +56,10 @@ class BackwardOverlap:
         #: Backwards of this step that have not ended, and those in which updates were made.
         self._tasks: set[int] = set()
         self._updating: set[int] = set()
-        #: Whether a backward of this step raised, so that its accumulations tell nothing.
+        #: Whether a backward of this step raised: before any update, so that its accumulations
+        #: tell nothing, or after one.
         self._is_spoiled = False
+        self._is_torn = False
         self._owner = _Owner(weakref.ref(self))
         # Parameters may outlive the optimizer.
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -136,12 +144,9 @@ class BackwardOverlap:
         run.release()
         problem = run.what_changed()
         if self._tasks:
-            problem = (
-                "backward() raised after parameters had been updated (overlap='backward'), so what "
-                "is left of this step is not what a plain optimizer would do"
-            )
+            problem = _RAISED
         if problem is not None:
-            raise self._refuse(problem)
+            raise self.refuse(problem)
         return run
 
     def after_step(self) -> None:
@@ -168,7 +173,7 @@ class BackwardOverlap:
         self._local.clear()
         self._has_begun = None
         self._tasks, self._updating = set(), set()
-        self._is_spoiled = False
+        self._is_spoiled = self._is_torn = False
 
     def _spoil(self) -> None:
         """A backward raised before anything was updated: take this step as a whole."""
@@ -205,7 +210,7 @@ class BackwardOverlap:
 
     def _check_not_done(self, param: torch.Tensor) -> None:
         if self._has_begun and self._run is not None and id(param) in self._run.done:
-            raise self._refuse(
+            raise self.refuse(
                 "a second backward() came after the update of a parameter and before step(), where "
                 "a plain optimizer would not have updated anything yet. Call step() after each "
                 "backward(), enter last_microbatch(optimizer) around the last backward() of those "
@@ -271,10 +276,15 @@ class BackwardOverlap:
 
     def task_raised(self, task: int) -> None:
         """Note that a backward has raised. If it had updated anything, ``step()`` will refuse."""
-        if task in self._tasks and not self.is_midway:
-            self._spoil()
+        if task in self._tasks:
+            self._is_torn = self.is_midway
+            if not self._is_torn:
+                self._spoil()
 
-    def _refuse(self, problem: str) -> RuntimeError:
+    def refuse(self, problem: str) -> RuntimeError:
+        """Let no step be made until a checkpoint is loaded. Returns the error to raise."""
+        if self._is_torn:
+            problem = _RAISED
         if self._run is not None:
             self._run.release()  # or no checkpoint could be loaded
         reason = f"{problem}. Load a checkpoint of parameters and optimizer to go on."
@@ -319,12 +329,12 @@ class _Owner:
             'use overlap="step"'
         )
         overlap = self._reference()
-        return RuntimeError(text) if overlap is None else overlap._refuse(text)
+        return RuntimeError(text) if overlap is None else overlap.refuse(text)
 
     def refused(self) -> None:
         overlap = self._reference()
         if overlap is not None and overlap._has_begun:
-            overlap._refuse(
+            overlap.refuse(
                 "gradients were asked for between backward() and step(), where parameters had been "
                 "updated with them already"
             )

@@ -26,7 +26,7 @@ from .forward import ForwardOverlap, ForwardRun
 from .host import HostStore
 from .layout import Layout
 from .notices import Notices
-from .pipeline import Born, Creation, Pipeline, Traffic, Update
+from .pipeline import Pipeline
 from .placement import traveling
 from .planner import Planner
 from .probe import StateProbe
@@ -41,6 +41,7 @@ from .shard import Shard, by_chunk, runs
 from .stats import OffloadStats, StepClock
 from .stepper import Stepper
 from .traits import Traits
+from .work import Born, Creation, Traffic, Update
 
 #: Attributes of an optimizer that a stand-in does not share with it.
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})

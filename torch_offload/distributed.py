@@ -13,16 +13,23 @@ from typing import Any
 
 import torch
 
+#: Most tensors, which are asked after often.
+_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def is_distributed(tensor: object) -> bool:
     """Whether ``tensor`` is a DTensor. Imports nothing: without the module there is none."""
+    if type(tensor) in _ORDINARY:
+        return False
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds the bytes: a DTensor's local one, or ``tensor`` itself."""
-    return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    if type(tensor) in _ORDINARY or not is_distributed(tensor):
+        return tensor
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def wrapping(tensor: torch.Tensor) -> Any:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .distributed import is_distributed
+from .flow import Flow
 from .obstacles import obstacle
-from .pipeline import Flow, Traffic
 from .shard import Shard
 from .stepper import Stepper
 from .streams import Handoff, caller_stream
 from .waiting import hold, is_held, release
+from .work import Traffic
 
 if TYPE_CHECKING:
     from .core import OffloadCore
@@ -102,7 +103,7 @@ class ForwardRun:
     def end(self) -> None:
         """After the last update was issued: let what is in flight wait for itself."""
         for flow in self._flows.values():
-            flow.end()
+            flow.pause()
         for param, ticket in self._tickets.values():
             if is_distributed(param):
                 continue

@@ -7,63 +7,17 @@ invariants I1 to I6 of DESIGN.md; each is one ``take`` of a handoff.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
-from .chunk import Run
+from .flow import Flow
 from .notices import Notices
 from .recording import Timeline
-from .schedule import Job, Op, Schedule, plan_schedule
+from .schedule import Job, plan_schedule
 from .streams import CopyStreams, Handoff, caller_stream, on
-
-#: A new state tensor on the device and the host tensor that will own its values.
-Born = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Work on a chunk whose state is on the host.
-
-    Attributes:
-        block: the chunk's host bytes, uint8; ``None`` where it stays on the device.
-        runs: the bytes that travel; the others have no gradient in this step.
-        slot_bytes: how large its slot must be.
-        apply: updates the chunk in place; given the slot. ``None`` where it becomes known later.
-    """
-
-    block: torch.Tensor | None
-    runs: tuple[Run, ...]
-    slot_bytes: int
-    apply: Callable[[torch.Tensor | None], None] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that travel each way."""
-        return sum(run.num_bytes for run in self.runs)
-
-
-@dataclass(frozen=True, slots=True)
-class Creation:
-    """Work on parameters whose state does not exist yet: the first update makes it.
-
-    Attributes:
-        apply: runs the update and returns the new tensors with their places on the host.
-    """
-
-    apply: Callable[[], list[Born]]
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What one run of the pipeline moved, in bytes."""
-
-    h2d_bytes: int = 0
-    d2h_bytes: int = 0
-    staging_bytes: int = 0
-    num_slots: int = 0
+from .work import Born, Creation, Traffic, Update, ends_of
 
 
 class Pipeline:
@@ -126,7 +80,10 @@ class Pipeline:
             for number in range(len(work)):
                 flow.update(number)
         finally:
-            flow.give_back(self.streams.side if kept else caller)
+            if kept:
+                self.copies_end_here()
+            else:
+                flow.give_back(caller)
 
     def flow_beside(self, work: Sequence[Update], traffic: Traffic) -> Flow:
         """Begin to update these chunks, and others, on the side stream.
@@ -242,145 +199,24 @@ class Pipeline:
         """Record what is issued on the current stream inside of a ``with``, if that is wanted."""
         return nullcontext() if self.timeline is None else self.timeline.span(lane, self.device)
 
-    def _copy_in(self, item: Update, buffer: torch.Tensor) -> None:
+    def copy_in(self, item: Update, buffer: torch.Tensor) -> None:
+        """Issue the copies of a chunk's state into a slot."""
         with on(self.streams.h2d), self.span("h2d"):
             for run in item.runs:
-                in_slot, on_host = _ends(item, run, buffer)
+                in_slot, on_host = ends_of(item, run, buffer)
                 in_slot.copy_(on_host, non_blocking=self._is_async)
 
-    def _copy_out(self, item: Update, buffer: torch.Tensor) -> None:
+    def copy_out(self, item: Update, buffer: torch.Tensor) -> None:
+        """Issue the copies of a chunk's state out of a slot."""
         with on(self.streams.d2h), self.span("d2h"):
             for run in item.runs:
-                in_slot, on_host = _ends(item, run, buffer)
+                in_slot, on_host = ends_of(item, run, buffer)
                 on_host.copy_(in_slot, non_blocking=self._is_async)
 
     def _copy_born(self, born: list[Born]) -> None:
         with on(self.streams.d2h), self.span("d2h"):
             for tensor, home in born:
                 home.copy_(tensor, non_blocking=self._is_async)
-
-
-class Flow:
-    """Chunks on their way through slots, while it becomes known which of them can be updated.
-
-    Args:
-        pipeline: that of the device.
-        compute: the stream on which updates run.
-        slots: uint8 buffers, each large enough for whatever comes into it; changed in place.
-        traffic: what was moved is added to it.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        compute: torch.Stream | None,
-        slots: list[Handoff[torch.Tensor]],
-        traffic: Traffic,
-    ) -> None:
-        self._pipeline = pipeline
-        self._compute = compute
-        self._slots = slots
-        self._schedule = Schedule(len(slots))
-        self._work: list[Update] = []
-        self._traffic = traffic
-        traffic.num_slots = max(traffic.num_slots, len(slots))
-        staging_bytes = sum(slot.peek().numel() for slot in slots)
-        traffic.staging_bytes = max(traffic.staging_bytes, staging_bytes)
-        pipeline.copies_in_flight()
-        Handoff(None, pipeline.streams.d2h).take(pipeline.streams.h2d)  # I11
-
-    def expect(self, work: Sequence[Update]) -> int:
-        """Say what will come next, in this order: it is copied in as far as there are slots.
-
-        Returns:
-            The number of the first one.
-        """
-        first = len(self._work)
-        self._work += work
-        numbers = range(first, len(self._work))
-        self._issue(self._schedule.expect(n for n in numbers if self._work[n].block is not None))
-        return first
-
-    def update(
-        self, number: int, apply: Callable[[torch.Tensor | None], None] | None = None
-    ) -> None:
-        """Update a chunk on the compute stream, and move it out.
-
-        Args:
-            number: which one, counted in the order of :meth:`expect`.
-            apply: what updates it, where its work does not say.
-        """
-        if self._work[number].block is None:
-            update = apply or self._work[number].apply
-            assert update is not None
-            with on(self._compute), self._pipeline.span("step"):
-                update(None)
-            return
-        self._pipeline.copies_in_flight()
-        self._issue(self._schedule.update(number), apply)
-
-    def is_loaded(self, number: int) -> bool:
-        """Whether a chunk was copied in and not updated yet."""
-        return number in self._schedule.loaded
-
-    def wait_for(self, stream: torch.Stream | None) -> None:
-        """Let updates from here on see everything that was issued on ``stream``."""
-        if stream != self._compute:
-            Handoff(None, stream).take(self._compute)  # I2
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Issue something else on the compute stream."""
-        with on(self._compute):
-            work()
-
-    def updates_so_far(self) -> Handoff[None]:
-        """Return what to take before the memory of parameters and gradients is used."""
-        return Handoff(None, self._compute)
-
-    def pause(self) -> None:
-        """Note that nothing is issued for a while."""
-        self._pipeline.copies_end_here()
-
-    def end(self) -> None:
-        """After the last update: nothing that is in flight outlives work on the compute stream."""
-        self.give_back(self._compute)
-
-    def give_back(self, owner: torch.Stream | None) -> None:
-        """Let the stream on which the slots were allocated have them for something else."""
-        for slot in self._slots:
-            slot.take(owner)  # I5
-        self._pipeline.copies_end_here()
-
-    def _issue(
-        self, ops: Sequence[Op], apply: Callable[[torch.Tensor | None], None] | None = None
-    ) -> None:
-        streams = self._pipeline.streams
-        for op in ops:
-            item, slot = self._work[op.chunk], self._slots[op.slot]
-            if op.job is Job.COPY_IN:
-                buffer = slot.take(streams.h2d)  # I1 when it was emptied, I6 when it is new
-                self._pipeline._copy_in(item, buffer)
-                self._slots[op.slot] = Handoff(buffer, streams.h2d)
-                self._traffic.h2d_bytes += item.num_bytes
-            elif op.job is Job.UPDATE:
-                update = apply or item.apply
-                assert update is not None
-                buffer = slot.take(self._compute)  # I2
-                with on(self._compute), self._pipeline.span("step"):
-                    update(buffer)
-                self._slots[op.slot] = Handoff(buffer, self._compute)
-            else:
-                buffer = slot.take(streams.d2h)  # I3
-                self._pipeline._copy_out(item, buffer)
-                self._slots[op.slot] = Handoff(buffer, streams.d2h)
-                self._traffic.d2h_bytes += item.num_bytes
-
-
-def _ends(item: Update, run: Run, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two sides of a copy: in the slot and on the host."""
-    assert item.block is not None
-    in_slot = slot[run.slot : run.slot + run.num_bytes]
-    return in_slot, item.block[run.host : run.host + run.num_bytes]
 
 
 def _travelers(work: Sequence[Update]) -> list[Update]:

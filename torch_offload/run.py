@@ -13,7 +13,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from .distributed import is_distributed, local
-from .pipeline import Flow, Traffic
+from .flow import Flow
 from .shard import Shard, by_chunk, shards_of
 from .spent import Owner, is_spent, spend
 from .standin import outside_autograd
@@ -21,6 +21,7 @@ from .stepper import Stepper, newcomers_matter
 from .streams import Handoff, caller_stream
 from .values import same, snapshot
 from .waiting import hold, release
+from .work import Traffic
 
 if TYPE_CHECKING:
     from .core import OffloadCore
@@ -155,7 +156,8 @@ class Run:
     def spend_late(self) -> None:
         """Take away the gradients of which the memory is not ours."""
         for param in self._late:
-            if param.grad is not None and not is_spent(param.grad):
+            grad = param.grad
+            if grad is not None and not is_spent(grad):
                 spend(param, self._owner)
         self._late.clear()
 
@@ -185,7 +187,7 @@ class Run:
         """After the last update: see to the slots, and that everything is read in its turn."""
         self.wait()
         for flow in self.flows.values():
-            flow.end()
+            flow.pause()
 
     def what_changed(self) -> str | None:
         """Say what is not as it was at the first update."""
@@ -254,22 +256,25 @@ class Run:
         with self._gradients_in_place(chunk):
             chunk.flow.update(chunk.number, partial(self.stepper.update, chunk.shards))
         spent: list[torch.Tensor] = []
+        forbidden = _Forbidden(self._owner)
         for param in {id(shard.param): shard.param for shard in chunk.shards}.values():
             torch.autograd.graph.increment_version(local(param))  # whoever saved it must not read
-            if any(other.missing for other in self._waiting[id(param)]):
+            key = id(param)
+            if any(other.missing for other in self._waiting[key]):
                 continue
-            if param.grad is None:  # somebody's hook took it away, so it was not updated
+            grad = param.grad
+            if grad is None:  # somebody's hook took it away, so it was not updated
                 continue
-            self.done.add(id(param))
-            self._after[id(param)] = _memory(param)
-            if self._owner is not None and not is_distributed(param):
-                hold(param, _Forbidden(self._owner))
-                self._forbidden.append(param)
-            if id(param) in self._given:
+            self.done.add(key)
+            self._after[key] = _memory(param)
+            if key in self._given:
                 self._late.append(param)
-            elif not is_spent(param.grad):
-                spent.append(param.grad)
+            elif not is_spent(grad):
+                spent.append(grad)
                 spend(param, self._owner)
+            if self._owner is not None and not is_distributed(param):
+                hold(param, forbidden)  # last: each look at it is a call from here on
+                self._forbidden.append(param)
         self._held.append((spent, chunk.flow.updates_so_far(), device))
         while len(self._held) > NUM_HELD:
             _, updated, where = self._held[0]

@@ -61,7 +61,8 @@ class Lines:
         return self.stopped
 
     def _anywhere(self, frame: Any, event: str, _: Any) -> Any:
-        return self._in_package if frame.f_code.co_filename.startswith(PACKAGE) else None
+        is_ours = frame.f_code.co_filename.startswith(PACKAGE)
+        return self._in_package if is_ours and not _is_final(frame) else None
 
     def _in_package(self, frame: Any, event: str, _: Any) -> Any:
         if event == "line":
@@ -73,6 +74,18 @@ class Lines:
                 self.stopped = True
                 raise Stop(line)
         return self._in_package
+
+
+def _is_final(frame: Any) -> bool:
+    """Whether it runs for an object that dies: what is raised there, Python drops."""
+    for _ in range(4):  # ours are not deeper
+        code = frame.f_code
+        if code.co_name == "__del__" or Path(code.co_filename).name == "weakref.py":
+            return True
+        frame = frame.f_back
+        if frame is None:
+            return False
+    return False
 
 
 def picked(spots: Sequence[Spot]) -> list[Spot]:

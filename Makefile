@@ -75,6 +75,10 @@ test-multigpu: $(SETUP)  ## every test over all GPUs of this machine; fails wher
 bench: $(SETUP)  ## the optimizer step against other schemes; writes a record (BENCH_ARGS="--params 1e9")
 	@$(PY) benchmarks/bench_step.py $(BENCH_ARGS)
 
+.PHONY: bench-multi
+bench-multi: $(SETUP)  ## copies, steps and training on all GPUs at once; writes a record
+	@$(PY) benchmarks/bench_multi.py $(BENCH_ARGS)
+
 .PHONY: clean
 clean:  ## delete reports, caches and build output; environments stay
 	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

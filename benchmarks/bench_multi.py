@@ -29,7 +29,7 @@ from rich.console import Console
 import multi_parts
 from measuring import COPY_BYTES
 from multi_ranks import RankError, Ranks
-from multi_tables import compare, markdown
+from multi_tables import compare, limit_s, markdown
 from record import RESULTS, Record, commit, write
 from schemes import STATE_BYTES_PER_PARAM
 from torch_offload import OffloadConfig
@@ -234,6 +234,8 @@ def main(argv: list[str] | None = None) -> None:
             bench.step()
             if "probe" in args.parts:
                 bench.probe()
+            for row in record["step"]:
+                row["limit_s"] = limit_s(record, row)
         if "train" in args.parts:
             bench.train(plan, modes)
         record["complete"] = True

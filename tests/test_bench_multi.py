@@ -80,6 +80,7 @@ def test_every_part_and_mode_is_measured_on_every_rank(record):
             assert row["step_s"] == [max(pair) for pair in pairs]
             offloads = not row["name"].startswith("none")
             assert all((rank["host_bytes"] > 0) == offloads for rank in row["ranks"])
+    assert {row["limit_s"] for row in record["step"]} == {None}  # a CPU has no link
 
 
 def test_everything_has_the_bits_of_what_is_not_offloaded(record):
@@ -127,6 +128,7 @@ def test_tables_show_all_numbers_of_gpus_beside_each_other(multi_tables, record)
     for rank in record["step"][2]["ranks"]:
         rank["travelling_bytes"] = 4_000_000_000
     record["step"][2]["median_step_s"] = 2.2
+    assert multi_tables.limit_s(record, record["step"][2]) == 2.0
     other = json.loads(json.dumps(record)) | {"num_ranks": 1}
     text = multi_tables.markdown([("two.json", record), ("one.json", other)])
     row = "| 0.0 GB | 5.0 GB/s | 2.0 GB/s | 0 | 2.200 s | 2.000 s | 1.10 |"

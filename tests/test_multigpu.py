@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multi_training import (
-    Case,
+from multi_checks import (
     compare,
     compare_resumed,
     compare_slowed,
@@ -20,6 +19,7 @@ from multi_training import (
     train_and_save,
     when_memory_is_taken,
 )
+from multi_training import Case
 from ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings(  # one process is what is meant in the parent

@@ -37,6 +37,8 @@ from torch_offload.host import HostStore
 
 #: A checkpoint is made after so many of the steps.
 STEPS_SAVED = 3
+#: Longer than a step and its set-up take.
+LATE_S = 0.7
 
 
 def compare(case: Case, overlap: str) -> tuple[list[int], int]:
@@ -66,6 +68,15 @@ def compare_slowed(case: Case, overlap: str, stage: str) -> int:
             test_races_gpu.slow_down(patch, stage)
         compare(case, overlap)
     return slept
+
+
+def compare_late(case: Case, overlap: str) -> None:
+    """The last rank begins late: others take host memory while their collectives wait for it."""
+    expected = plain(case)
+    model, optimizer = new(case, overlap)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(LATE_S)
+    assert_same(expected, steps(case, model, optimizer), overlap)
 
 
 # Checkpoints: made on all ranks, resumed on all of them or in the parent, which has one GPU.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from multi_checks import (
     compare,
+    compare_late,
     compare_resumed,
     compare_slowed,
     memory_before_the_first_collective,
@@ -78,6 +79,12 @@ def test_a_slow_rank(ranks, kind, overlap, stage):
     *others, slowed = ranks(compare_slowed, Case(kind, ranks.device), overlap, stage)
     assert slowed > 8
     assert not any(others)
+
+
+@pytest.mark.parametrize("overlap", MODES[:3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_rank(ranks, kind, overlap):
+    ranks(compare_late, Case(kind, ranks.device), overlap)
 
 
 @pytest.mark.parametrize("overlap", MODES)

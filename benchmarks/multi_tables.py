@@ -128,22 +128,30 @@ def train_rows(record: Record) -> list[tuple[str, ...]]:
 
 def caption(record: Record) -> str:
     """Return what the numbers were measured on and with."""
-    config = record["config"]
+    config, trained = record["config"], record["config"]["train"]
     controls = [r["equal"] for r in record.get("step", []) if r["control"]]
     for rows in record.get("train", {}).values():
         controls += [row["equal"] for row in rows if row["control"]]
-    same = bool(controls) and all(controls)
-    return (
+    commit, dirty, _ = record["commit"].partition("+dirty")
+    parts = [
         f"{record['device']}, driver {record['driver']}, torch {record['versions']['torch']}, "
-        f"{record['date'][:10]}, commit {record['commit'][:10]}"
-        f"{'+dirty' if record['commit'].endswith('+dirty') else ''}. Step: "
-        f"{config['num_params'] / 1e9:.2g}e9 fp32 parameters each, median of {config['steps']} "
-        f"steps, each as long as on the slowest GPU. Training: "
-        f"{config['train']['num_params'] / 1e9:.3g}e9 fp32 parameters, "
-        f"{config['train']['tokens'][0]:,} tokens each, median of {config['train']['steps']} steps "
-        f"after {config['train']['warmup']}. "
-        + ("The controls have the bits of what they repeat." if same else "**A control differs.**")
-    )
+        f"{record['date'][:10]}, commit {commit[:10]}{dirty}."
+    ]
+    if "step" in record:
+        parts.append(
+            f"Step: {config['num_params'] / 1e9:.2g}e9 fp32 parameters each, median of "
+            f"{config['steps']} steps, each as long as on the slowest GPU."
+        )
+    if "train" in record:
+        parts.append(
+            f"Training: {trained['num_params'] / 1e9:.3g}e9 fp32 parameters, "
+            f"{trained['tokens'][0]:,} tokens each, median of {trained['steps']} steps after "
+            f"{trained['warmup']}."
+        )
+    if controls:
+        same = "The controls have the bits of what they repeat."
+        parts.append(same if all(controls) else "**A control differs.**")
+    return " ".join(parts)
 
 
 def markdown(records: Sequence[tuple[str, Record]]) -> str:

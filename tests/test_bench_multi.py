@@ -91,6 +91,16 @@ def test_everything_has_the_bits_of_what_is_not_offloaded(record):
         assert all(by_name.values())
 
 
+def test_gradients_are_counted_where_they_are(record):
+    num_bytes = 4 * record["config"]["train"]["num_params"]
+    ddp, fsdp2 = (
+        [rank["gradients"]["all_bytes"] for rank in rows[3]["ranks"]]
+        for rows in record["train"].values()
+    )
+    assert ddp == [num_bytes, num_bytes]
+    assert sum(fsdp2) == num_bytes
+
+
 def test_ranks_have_other_tokens_and_the_same_model(record):
     for kind, rows in record["train"].items():
         one, two = rows[1]["ranks"]

@@ -22,8 +22,8 @@ PIP := .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-che
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  PYTHON=...        use an existing environment instead of .venv"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  PYTHON=...         use an existing environment instead of .venv"
 
 .PHONY: demo
 demo: $(SETUP)  ## train with and without offload and compare (SIZE=small; 100m and 1b want a GPU)
@@ -67,9 +67,17 @@ lint: $(SETUP)  ## ruff and mypy
 test-gpu: $(SETUP)  ## every GPU test; fails where there is no GPU
 	REQUIRE_GPU=1 $(PY) -m pytest -q -m "gpu and not multigpu"
 
+.PHONY: test-multigpu
+test-multigpu: $(SETUP)  ## every test over all GPUs of this machine; fails where there are not two
+	REQUIRE_GPU=1 $(PY) -m pytest -q -m multigpu
+
 .PHONY: bench
 bench: $(SETUP)  ## the optimizer step against other schemes; writes a record (BENCH_ARGS="--params 1e9")
 	@$(PY) benchmarks/bench_step.py $(BENCH_ARGS)
+
+.PHONY: bench-multi
+bench-multi: $(SETUP)  ## copies, steps and training on all GPUs at once; writes a record
+	@$(PY) benchmarks/bench_multi.py $(BENCH_ARGS)
 
 .PHONY: clean
 clean:  ## delete reports, caches and build output; environments stay

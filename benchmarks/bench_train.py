@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import timeline_plot
@@ -43,16 +43,25 @@ from transformer import build
 ADAMW: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1, "fused": True}
 MAX_NORM = 1.0
 Say = Callable[[str], None]
+Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Training:
     """A model and its optimizer under one mode.
 
+    Args:
+        plan: what every mode is measured with.
+        mode: this one.
+        device: where the model is.
+        wrap: distributes the model, if anything does.
+
     Raises:
         UnsupportedError: the library does not have the mode, yet.
     """
 
-    def __init__(self, plan: Plan, mode: Mode, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, mode: Mode, device: torch.device, wrap: Wrap = lambda model: model
+    ) -> None:
         self.plan, self.mode, self.device = plan, mode, device
         config = make_config(mode, plan.sizes) if mode.overlap else None
         model_too = mode.overlap in ("backward", "forward")
@@ -65,7 +74,7 @@ class Training:
                 raise UnsupportedError("torch_offload has no last_microbatch().")
         self.settings = {} if config is None else asdict(config)
         began = time.perf_counter()
-        self.model = build(plan.size, plan.sequence, device, plan.seed)
+        self.model = wrap(build(plan.size, plan.sequence, device, plan.seed))
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, **ADAMW)
         synchronize(device)
@@ -180,7 +189,12 @@ class Training:
 
 
 def measure_mode(
-    plan: Plan, mode: Mode, device: torch.device, hashed: Hash, say: Say = print
+    plan: Plan,
+    mode: Mode,
+    device: torch.device,
+    hashed: Hash,
+    say: Say = print,
+    wrap: Wrap = lambda model: model,
 ) -> Record:
     """Train under one mode with each number of tokens, and free everything.
 
@@ -194,7 +208,7 @@ def measure_mode(
     points: list[Record] = []
     outcome = reason = None
     try:
-        _train(plan, mode, device, hashed, say, room, result, points)
+        _train(plan, mode, device, hashed, say, wrap, room, result, points)
     except (UnsupportedError, NotImplementedError) as error:
         outcome, reason = "unsupported", str(error)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -227,6 +241,7 @@ def _train(
     device: torch.device,
     hashed: Hash,
     say: Say,
+    wrap: Wrap,
     room: int | None,
     result: Record,
     points: list[Record],
@@ -241,7 +256,7 @@ def _train(
             say(f"{mode.label}, {tokens} tokens: skipped: {reason}")
             continue
         if training is None:
-            training = Training(plan, mode, device)
+            training = Training(plan, mode, device, wrap)
             result |= {
                 "settings": training.settings,
                 "build_s": training.build_s,

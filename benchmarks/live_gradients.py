@@ -34,10 +34,11 @@ def live_gradients(params: Sequence[Tensor]) -> Iterator[LiveGradients]:
     def accumulated(param: Tensor) -> None:
         grad = param.grad
         assert grad is not None
-        alive.append((weakref.ref(grad), grad.nbytes))
+        num_bytes = getattr(grad, "to_local", lambda: grad)().nbytes  # of a DTensor what is here
+        alive.append((weakref.ref(grad), num_bytes))
         alive[:] = [(reference, size) for reference, size in alive if reference() is not None]
         found.most_bytes = max(found.most_bytes, sum(size for _, size in alive))
-        found.all_bytes += grad.nbytes
+        found.all_bytes += num_bytes
 
     handles = [param.register_post_accumulate_grad_hook(accumulated) for param in params]
     for param, handle in zip(params, handles, strict=True):

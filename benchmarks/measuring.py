@@ -71,7 +71,10 @@ def timed(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def link_samples(
-    device: torch.device, kinds: Sequence[str] = ("duplex",), repeats: int = 7
+    device: torch.device,
+    kinds: Sequence[str] = ("duplex",),
+    repeats: int = 7,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Return bytes per second each way, in copies of 256 MiB of pinned memory.
 
@@ -81,6 +84,7 @@ def link_samples(
         device: where the copies go to and come from.
         kinds: "h2d" or "d2h" alone, "duplex" for both at once.
         repeats: samples of each kind.
+        before: called before each sample and not timed, as a barrier is.
     """
     if device.type != "cuda":
         return {kind: [] for kind in kinds}
@@ -105,9 +109,11 @@ def link_samples(
     for kind in kinds:
         ways = _LINK[kind]
         copies(ways)  # warm up
-        samples[kind] = [
-            num_bytes / timed(device, lambda ways=ways: copies(ways)) for _ in range(repeats)
-        ]
+        samples[kind] = []
+        for _ in range(repeats):
+            synchronize(device)
+            before()
+            samples[kind].append(num_bytes / timed(device, lambda ways=ways: copies(ways)))
     return samples
 
 
@@ -173,11 +179,17 @@ class Hash:
             self._buffers.put(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin))
 
     def __call__(self, tensors: Iterable[Tensor]) -> str:
-        """Return the hash in hex. Nothing may change the tensors meanwhile."""
+        """Return the hash in hex. Nothing may change the tensors meanwhile.
+
+        Of a DTensor only what this process has counts.
+        """
         pieces = [
             piece
             for tensor in tensors
-            for piece in tensor.detach().reshape(-1).view(torch.uint8).split(_PIECE_BYTES)
+            for piece in getattr(tensor.detach(), "to_local", tensor.detach)()
+            .reshape(-1)
+            .view(torch.uint8)
+            .split(_PIECE_BYTES)
         ]
         with ThreadPoolExecutor(self._num_threads) as pool:
             return hashlib.sha256(b"".join(pool.map(self._piece, pieces))).hexdigest()

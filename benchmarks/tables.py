@@ -1,7 +1,7 @@
-"""Make README's tables from the newest record of each GPU, or check that they are current.
+"""Make README's tables and those of docs/several_gpus.md from the newest record of each machine.
 
 python benchmarks/tables.py            # write each table between its markers
-python benchmarks/tables.py --check    # exit with 1 where README and records disagree
+python benchmarks/tables.py --check    # exit with 1 where a page and the records disagree
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pathlib import Path
 
 from rich.table import Table
 
+from multi_tables import markdown as multi_markdown
 from record import RESULTS, ROOT, Record
 from train_tables import caption as train_caption
 
 BEGIN, END = "<!-- bench_step:start -->", "<!-- bench_step:end -->"
 TRAIN_BEGIN, TRAIN_END = "<!-- bench_train:start -->", "<!-- bench_train:end -->"
+MULTI_BEGIN, MULTI_END = "<!-- bench_multi:start -->", "<!-- bench_multi:end -->"
 TRAIN_HEADER = (
     "tokens a step",
     "update runs",
@@ -191,12 +193,21 @@ def main() -> None:
         before, rest = current.split(TRAIN_BEGIN)
         section = train_markdown(newest(args.results, "bench_train"))
         current = f"{before}{TRAIN_BEGIN}\n{section}\n{TRAIN_END}{rest.split(TRAIN_END)[1]}"
-    if args.check and current != text:
-        raise SystemExit(
-            f"{args.readme} does not show the newest record. Run `python benchmarks/tables.py`."
-        )
-    if not args.check:
-        args.readme.write_text(current, encoding="utf-8")
+    pages = [(args.readme, text, current)]
+    several = args.readme.parent / "docs" / "several_gpus.md"
+    if several.exists():
+        text = several.read_text(encoding="utf-8")
+        before, rest = text.split(MULTI_BEGIN)
+        section = multi_markdown(newest(args.results, "bench_multi"))
+        current = f"{before}{MULTI_BEGIN}\n{section}\n{MULTI_END}{rest.split(MULTI_END)[1]}"
+        pages.append((several, text, current))
+    for page, text, current in pages:
+        if args.check and current != text:
+            raise SystemExit(
+                f"{page} does not show the newest record. Run `python benchmarks/tables.py`."
+            )
+        if not args.check:
+            page.write_text(current, encoding="utf-8")
 
 
 def _gib(num_bytes: int | None) -> str:

@@ -169,8 +169,8 @@ class Training:
         }
 
     def _gradients(self, batch: Batch) -> dict[str, int] | None:
-        """Take one more step and see how many bytes of gradients live at once."""
-        if self.mode.overlap != "backward" or len(batch) > 1:
+        """Take one more step, in every mode, and see how many bytes of gradients live at once."""
+        if len(batch) > 1:
             return None
         with live_gradients(self.params) as found:
             self.step(batch, Laps(self.device))

@@ -65,6 +65,7 @@ class BackwardOverlap:
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._uses_context = False
         self._is_last = False
+        self._is_ddp = False
         #: Under DistributedDataParallel: what has a gradient of this rank that is not averaged yet.
         self._local: set[int] = set()
 
@@ -87,6 +88,7 @@ class BackwardOverlap:
     def watch(self) -> None:
         """See to it that all parameters that may get a gradient have a hook."""
         hook = _hook(weakref.ref(self))
+        self._is_ddp = ddp_of(self._core.model()) is not None
         self._places.clear()
         for number, group in enumerate(self._core.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -185,7 +187,7 @@ class BackwardOverlap:
         self._follow_task()
         if self._is_spoiled:
             return
-        if ddp_of(self._core.model()) is not None:
+        if self._is_ddp:
             self._check_not_done(param)
             self._local.add(id(param))
         elif self._is_final(param) and self._is_running():
@@ -269,7 +271,7 @@ class BackwardOverlap:
         # Inside of others, of which a checkpoint with reentrant makes many, nobody must wait.
         if self._run is not None and (len(self._updating) == 1 or self._run.is_complete):
             self._run.wait()
-        if ddp_of(self._core.model()) is not None and self._run is not None:
+        if self._is_ddp and self._run is not None:
             # DDP puts its own into the parameters' gradients in a callback that comes after this.
             run = weakref.ref(self._run)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _spend_late(run()))

@@ -43,14 +43,18 @@ class _Ticket:
         self._updated = updated
         self._device = device
         self._owner = caller_stream(device)
+        #: The streams that have waited, or will: the parameters of a chunk share this.
+        self._waited: list[torch.Stream | None] = []
         self._grads = list(grads)
 
     def wait(self) -> None:
         """Make the current stream wait for the update, and the stream of the step as well."""
         current = caller_stream(self._device)
-        self._updated.take(current)
-        if current != self._owner:
-            self._updated.take(self._owner)
+        if current in self._waited:
+            return
+        for stream in {self._owner, current}:
+            self._updated.take(stream)
+            self._waited.append(stream)
         self._grads.clear()  # I5
 
 

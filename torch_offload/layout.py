@@ -73,7 +73,8 @@ class Home:
     suits_fused: bool = False
     views: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     _where: dict[str, tuple[TensorSpec, int]] = field(init=False)
-    _addresses: dict[str, int] = field(init=False, default_factory=dict)
+    #: What each view was when it was made: dtype, shape, strides and address.
+    _facts: dict[str, tuple[Any, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         tensors = zip(self.place.tensors, self.place.offsets, strict=True)
@@ -95,16 +96,7 @@ class Home:
 
         ``tensor.data = ...`` and ``share_memory_()`` put other memory under the same object.
         """
-        spec, _ = self._where[key]
-        if value is not self.views[key]:
-            return False
-        view = self.local(key)
-        return (
-            view.dtype == spec.dtype
-            and tuple(view.shape) == spec.shape
-            and view.stride() == spec.stride
-            and view.data_ptr() == self._addresses[key]
-        )
+        return value is self.views[key] and _facts_of(local(value)) == self._facts[key]
 
     def fits(self, wanted: Iterable[TensorSpec]) -> bool:
         """Whether tensors with these specs can be copied here without losing anything."""
@@ -159,7 +151,11 @@ class Home:
         spec, offset = self._where[key]
         made = self.hosted.tensor(spec, offset)
         self.views[key] = wrapped(made, spec.wrapping)
-        self._addresses[key] = made.data_ptr()
+        self._facts[key] = _facts_of(made)
+
+
+def _facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()
 
 
 class Layout:

@@ -40,7 +40,16 @@ class _Chunk:
     number: int
     shards: list[Shard]
     missing: set[int]
-    versions: list[int] = field(default_factory=list)
+    #: The local tensors that hold its state on the host, and their versions.
+    views: list[torch.Tensor]
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = self.versions_now()
+
+    def versions_now(self) -> list[int]:
+        """Tell whether somebody wrote to the state, but for the pipeline."""
+        return [view._version for view in self.views]
 
 
 class Run:
@@ -85,7 +94,7 @@ class Run:
             flow = self.flows[device] = core.pipelines[device].flow_beside(work, self.traffic)
             flow.expect(work)
             self._chunks += [
-                _Chunk(flow, number, chunk, {id(s.param) for s in chunk}, _versions(chunk))
+                _Chunk(flow, number, chunk, {id(s.param) for s in chunk}, _views(chunk))
                 for number, chunk in enumerate(known)
             ]
         for chunk in self._chunks:
@@ -112,7 +121,7 @@ class Run:
                 and core.planner.is_home(shard.param, shard.state)
                 for shard in shards
             )
-            and all(_versions(chunk.shards) == chunk.versions for chunk in self._chunks)
+            and all(chunk.versions_now() == chunk.versions for chunk in self._chunks)
         )
 
     def release(self) -> None:
@@ -208,7 +217,7 @@ class Run:
         group_of = _groups_of(self._core)
         for chunk in self._chunks:
             used = [shard for shard in chunk.shards if id(shard.param) in self.done]
-            is_same = not used or _versions(chunk.shards) == chunk.versions
+            is_same = not used or chunk.versions_now() == chunk.versions
             for shard in used:
                 param = shard.param
                 if not (
@@ -257,8 +266,10 @@ class Run:
             chunk.flow.update(chunk.number, partial(self.stepper.update, chunk.shards))
         spent: list[torch.Tensor] = []
         forbidden = _Forbidden(self._owner)
-        for param in {id(shard.param): shard.param for shard in chunk.shards}.values():
-            torch.autograd.graph.increment_version(local(param))  # whoever saved it must not read
+        params = list({id(shard.param): shard.param for shard in chunk.shards}.values())
+        # Whoever saved one must not read it.
+        torch.autograd.graph.increment_version([local(param) for param in params])
+        for param in params:
             key = id(param)
             if any(other.missing for other in self._waiting[key]):
                 continue
@@ -358,8 +369,7 @@ def _members(shards: Sequence[Shard]) -> tuple[Any, ...]:
     return tuple((id(shard.param), shard.part) for shard in shards)
 
 
-def _versions(shards: Sequence[Shard]) -> list[int]:
-    """Tell whether somebody wrote to the state of these, but for the pipeline."""
+def _views(shards: Sequence[Shard]) -> list[torch.Tensor]:
     homes = [shard.home for shard in shards]
     views = [home.views.values() for home in homes if home is not None and not home.is_resident]
-    return [local(view)._version for values in views for view in values]
+    return [local(view) for values in views for view in values]

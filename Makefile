@@ -71,6 +71,14 @@ test-gpu: $(SETUP)  ## every GPU test; fails where there is no GPU
 bench: $(SETUP)  ## the optimizer step against other schemes; writes a record (BENCH_ARGS="--params 1e9")
 	@$(PY) benchmarks/bench_step.py $(BENCH_ARGS)
 
+.PHONY: bench-peers
+bench-peers: $(SETUP)  ## whole training steps against other libraries (the extra `bench`); writes a record
+	@$(PY) benchmarks/bench_peers.py $(BENCH_ARGS)
+
+.PHONY: bench-check
+bench-check: $(SETUP)  ## is a fresh run as fast as the committed records, by ratios to its own probe
+	@$(PY) benchmarks/bench_check.py $(BENCH_ARGS)
+
 .PHONY: clean
 clean:  ## delete reports, caches and build output; environments stay
 	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

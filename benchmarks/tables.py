@@ -13,11 +13,13 @@ from pathlib import Path
 
 from rich.table import Table
 
+from peer_tables import markdown as peers_markdown
 from record import RESULTS, ROOT, Record
 from train_tables import caption as train_caption
 
 BEGIN, END = "<!-- bench_step:start -->", "<!-- bench_step:end -->"
 TRAIN_BEGIN, TRAIN_END = "<!-- bench_train:start -->", "<!-- bench_train:end -->"
+PEERS_BEGIN, PEERS_END = "<!-- bench_peers:start -->", "<!-- bench_peers:end -->"
 TRAIN_HEADER = (
     "tokens a step",
     "update runs",
@@ -191,6 +193,12 @@ def main() -> None:
         before, rest = current.split(TRAIN_BEGIN)
         section = train_markdown(newest(args.results, "bench_train"))
         current = f"{before}{TRAIN_BEGIN}\n{section}\n{TRAIN_END}{rest.split(TRAIN_END)[1]}"
+    if PEERS_BEGIN in current:
+        before, rest = current.split(PEERS_BEGIN)
+        found = newest(args.results, "bench_peers")
+        section = "\n\n".join(peers_markdown(record, name) for name, record in found)
+        section = section or "No record yet: `make bench-peers` on a machine with a GPU writes one."
+        current = f"{before}{PEERS_BEGIN}\n{section}\n{PEERS_END}{rest.split(PEERS_END)[1]}"
     if args.check and current != text:
         raise SystemExit(
             f"{args.readme} does not show the newest record. Run `python benchmarks/tables.py`."

@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan, list[Mode]]
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each point")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--limit", type=float, default=230, help="seconds for everything")
-    parser.add_argument("--way-limit", type=float, default=75, help="seconds for each way")
+    parser.add_argument("--way-limit", type=float, default=100, help="seconds for each way")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="record: a .json, or its folder")

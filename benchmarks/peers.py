@@ -70,6 +70,7 @@ class Peer(Counted):
                 ) from error
         self.settings: Record = {}
         self.last_microbatch = nullcontext
+        self.prepare()
         self.free_before = available_host_bytes()
         began = time.perf_counter()
         self.model = build(plan.size, plan.sequence, device, plan.seed)
@@ -80,6 +81,9 @@ class Peer(Counted):
         self.settings["note"] = self.note
         synchronize(device)
         self.convert_s = time.perf_counter() - began - self.build_s
+
+    def prepare(self) -> None:
+        """Do what a machine needs once; it is not timed."""
 
     def convert(self) -> Any:
         """Return what has ``step`` and ``zero_grad``."""
@@ -156,8 +160,24 @@ class DeepSpeed(Peer):
     needs_gpu = False
     note = "bf16 parameters and gradients, fp32 masters on the host, updated by the CPU"
 
+    def prepare(self) -> None:
+        """Compile DeepSpeed's CPU Adam. Where that fails, torch's fused one takes its place."""
+        # It is compiled for this CPU; CUDA's compiler plays no part.
+        os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+        began = time.perf_counter()
+        try:
+            from deepspeed.ops.op_builder import CPUAdamBuilder
+
+            CPUAdamBuilder().load(verbose=False)
+            self.settings["update"] = "DeepSpeedCPUAdam"
+        except Exception as error:  # no compiler, no headers, no ninja
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self.settings["update"] = f"torch.optim.AdamW(fused=True): {reason}"
+            self.note += "; by torch, since DeepSpeed's kernel does not compile here"
+        self.settings["compile_s"] = time.perf_counter() - began
+
     def convert(self) -> Any:
-        """Initialise the engine, with DeepSpeed's CPU Adam if it can be compiled here."""
+        """Initialise the engine."""
         import deepspeed
 
         _one_rank(self.device)
@@ -185,19 +205,12 @@ class DeepSpeed(Peer):
         return self.engine
 
     def _adam(self) -> torch.optim.Optimizer:
-        # Its kernel is compiled for this CPU; CUDA's compiler plays no part.
-        os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
-        settings = {key: ADAMW[key] for key in ("lr", "weight_decay")}
-        try:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            self.settings["update"] = "DeepSpeedCPUAdam"
-            return DeepSpeedCPUAdam(self.params, adamw_mode=True, **settings)
-        except Exception as error:  # no compiler, no headers, no ninja
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self.settings["update"] = f"torch.optim.AdamW(fused=True) on the CPU: {reason}"
-            self.note = f"{DeepSpeed.note}; by torch, since DeepSpeed's kernel did not compile"
+        if self.settings["update"] != "DeepSpeedCPUAdam":
             return torch.optim.AdamW(self.params, **ADAMW)
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        settings = {key: ADAMW[key] for key in ("lr", "weight_decay")}
+        return DeepSpeedCPUAdam(self.params, adamw_mode=True, **settings)
 
     def step(self, batch: Batch, laps: Laps, recorded: Timeline | None = None) -> Tensor:
         """Issue one training step through the engine."""

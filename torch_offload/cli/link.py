@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..host import HostStore
 from ..streams import CopyStreams, on
 
 WAYS = {"h2d": ("h2d",), "d2h": ("d2h",), "duplex": ("h2d", "d2h")}
@@ -39,21 +40,21 @@ class Sample:
 
 
 class Link:
-    """Buffers and streams of one device.
+    """Buffers and streams of one device. Host memory is taken as it is for optimizer state: pinned,
+    on the GPU's NUMA node.
 
     Args:
         device: a GPU, or the CPU.
-        span_bytes: pinned host memory for each direction.
+        span_bytes: host memory for each direction.
         copy_bytes: the largest copy.
     """
 
     def __init__(self, device: torch.device, span_bytes: int, copy_bytes: int) -> None:
         self.device = device
-        pin = device.type != "cpu"
         span = max(span_bytes // copy_bytes, 1) * copy_bytes
-        self._host = {
-            way: torch.empty(span, dtype=torch.uint8, pin_memory=pin) for way in WAYS["duplex"]
-        }
+        store = HostStore(device, True, lambda: synchronize(device))
+        self._blocks = store.allocate([span for _ in WAYS["duplex"]])
+        self._host = {w: b.bytes for w, b in zip(WAYS["duplex"], self._blocks, strict=True)}
         self._slot = {
             way: torch.empty(copy_bytes, dtype=torch.uint8, device=device) for way in self._host
         }
@@ -104,7 +105,7 @@ def measure_all(
 ) -> list[Sample]:
     """Measure every way and size on each device, then the largest size on all of them at once.
 
-    Takes ``2 * span_bytes`` of pinned host memory for each device.
+    Takes ``2 * span_bytes`` of pinned host memory for each device while it runs.
 
     Args:
         devices: in the order in which they are numbered.
@@ -133,14 +134,16 @@ def num_ticks(num_devices: int, sizes: Sequence[int] = SIZES) -> int:
 
 
 def _timed(links: Sequence[Link], work: Callable[[], None]) -> float:
-    _synchronize(links)
+    for link in links:
+        synchronize(link.device)
     began = time.perf_counter()
     work()
-    _synchronize(links)
+    for link in links:
+        synchronize(link.device)
     return time.perf_counter() - began
 
 
-def _synchronize(links: Sequence[Link]) -> None:
-    for link in links:
-        if link.device.type != "cpu":
-            torch.accelerator.synchronize(link.device)
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -79,9 +79,26 @@ bench-peers: $(SETUP)  ## whole training steps against other libraries (the extr
 bench-check: $(SETUP)  ## is a fresh run as fast as the committed records, by ratios to its own probe
 	@$(PY) benchmarks/bench_check.py $(BENCH_ARGS)
 
+.PHONY: dist
+dist: $(SETUP)  ## wheel and source archive
+	rm -rf dist
+	$(PY) -m build
+
+.PHONY: smoke
+smoke: dist  ## install the wheel into an empty environment, and use it
+	rm -rf .venv-smoke
+	python3 -m venv .venv-smoke
+	.venv-smoke/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt "$$(ls dist/*.whl)[cli]"
+	cd dist && ../.venv-smoke/bin/python ../tests/smoke.py && ../.venv-smoke/bin/torch-offload plan --params 7e9
+
+.PHONY: docs
+docs: $(SETUP)  ## the documentation, in site/; a link that leads nowhere fails
+	$(PY) -m mkdocs build --strict --quiet
+
 .PHONY: clean
 clean:  ## delete reports, caches and build output; environments stay
-	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site .venv-smoke *.egg-info
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 	rm -f .venv/.installed .venv-oldest/.installed
 

@@ -94,7 +94,7 @@ smoke: dist  ## install the wheel into an empty environment, and use it
 
 .PHONY: docs
 docs: $(SETUP)  ## the documentation, in site/; a link that leads nowhere fails
-	$(PY) -m mkdocs build --strict --quiet
+	$(PY) -m sphinx -W --keep-going -q -b html docs site
 
 .PHONY: clean
 clean:  ## delete reports, caches and build output; environments stay

@@ -5,7 +5,8 @@ SIZE ?= small
 BENCH_ARGS ?=
 ON ?= cpu
 # Tests that say nothing of the core that others do not say.
-FRONT_ENDS := tests/test_accelerate* tests/test_lightning* tests/test_autoload* tests/test_bench* tests/test_demo*
+FRONT_ENDS := tests/test_accelerate* tests/test_lightning* tests/test_autoload* tests/test_bench* tests/test_build* tests/test_cli* \
+	tests/test_demo*
 # Tests that record what they find about each optimizer.
 OUTCOME_TESTS = $(shell grep -l --include='test_*.py' -r '[(, ]record_outcome[,)]' tests)
 

@@ -18,10 +18,11 @@ from click.testing import CliRunner
 
 from accelerate_offload import flags
 from torch_offload import OffloadConfig, is_offloaded
-from torch_offload.cli import advice, benchmarks, link, machine, planning, state, subject
+from torch_offload.cli import advice, benchmarks, inputs, link, machine, state, subject
 from torch_offload.cli.app import commands
 from torch_offload.cli.forecast import MODES, Settings, Speed
-from torch_offload.cli.planning import Request, make_plan
+from torch_offload.cli.inputs import Request
+from torch_offload.cli.planning import make_plan
 
 CPU = torch.device("cpu")
 TINY = {"sizes": (2**20, 2**21), "repeats": 2, "span_bytes": 2**22}
@@ -485,7 +486,7 @@ def test_a_plan_is_measured_here_where_there_is_a_gpu(monkeypatch):
     )
     monkeypatch.setattr(machine, "gpu_info", lambda _: info)
     sample = link.Sample(devices=(0,), way="duplex", copy_bytes=2**28, bytes_per_s=(33e9,))
-    monkeypatch.setattr(planning, "measure_all", lambda *_, **__: [sample])
+    monkeypatch.setattr(inputs, "measure_all", lambda *_, **__: [sample])
     said = []
     plan = make_plan(Request(params=7e9), say=said.append)
     assert said

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import benchmarks, link, machine, planning
+from . import benchmarks, inputs, link, machine, planning
 from .report import probe_report, show
 
 _PATH = click.Path(path_type=Path, dir_okay=False)
@@ -80,7 +80,7 @@ def plan(as_json: bool, **options: Any) -> None:
     """
     with _errors():
         sys.path.insert(0, "")  # module:function of the current folder
-        made = planning.make_plan(planning.Request(**options), say=_say)
+        made = planning.make_plan(inputs.Request(**options), say=_say)
     if as_json:
         click.echo(made.to_json(), nl=False)
     else:

@@ -1,4 +1,4 @@
-"""From what the user asks to a plan: reads the request, fills in what is not given, and says so."""
+"""From a request to a plan: checks what was asked, puts the inputs together, tries every mode."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import ast
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import RenderableType
 
 from .. import OffloadConfig
-from ..config import parse_size
-from ..memory import available_host_bytes
-from . import hardware, machine
+from . import hardware
 from .advice import (
     Choice,
     Limits,
@@ -31,49 +27,16 @@ from .forecast import (
     Workload,
     clip_seconds,
     make_workload,
-    operations,
     split,
     update_seconds,
 )
-from .link import SIZES, measure_all
+from .inputs import ASSUMED, GIVEN, Request, compute_of, gpu_of, limits_of, link_of
 from .report import plan_report
 from .state import DTYPES as _DTYPES
 from .state import of_factory, optimizer_class, state_bytes
 from .subject import Subject, of_config, of_count
 
 DTYPES = list(_DTYPES)
-#: Planned for where this machine has no GPU and none is named.
-_DEFAULT_GPU = "H200"
-_GIVEN, _MEASURED, _ASSUMED = "given", "measured here", "assumed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the user asks: the options of `torch-offload plan`, not yet checked."""
-
-    params: float | None = None
-    model: str | None = None
-    config: Path | None = None
-    dtype: str = "float32"
-    optimizer: str = "AdamW"
-    optimizer_setting: tuple[str, ...] = ()
-    tokens: int = 16384
-    sequence: int = 4096
-    accumulation: int = 1
-    recompute: bool = True
-    loss_tokens: int | None = None
-    clip: bool = False
-    num_gpus: int = 1
-    sharded: bool = False
-    gpu: str | None = None
-    gpu_memory: str | None = None
-    host_memory: str | None = None
-    bandwidth: float | None = None
-    probe_file: Path | None = None
-    compute_s: float | None = None
-    compute_tokens: int | None = None
-    chunk_size: str = "512MiB"
-    num_slots: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +122,10 @@ def make_plan(request: Request, say: Callable[[str], None] = lambda _: None) -> 
         num_gpus=request.num_gpus,
         is_sharded=request.sharded,
     )
-    name, own_gpu = _gpu(request)
+    name, own_gpu = gpu_of(request)
     gpu = hardware.find(name)
-    link, link_from = _link(request, gpu, own_gpu, say)
-    compute_s, compute_from = _compute(request, subject, gpu, name)
+    link, link_from = link_of(request, gpu, own_gpu, say)
+    compute_s, compute_from = compute_of(request, subject, gpu, name)
     if gpu is None:
         raise ValueError(
             f"gpu={name!r} is not known. Use --gpu with the one that is most alike: "
@@ -177,10 +140,10 @@ def make_plan(request: Request, say: Callable[[str], None] = lambda _: None) -> 
         clip_s=clip_seconds(workload, rate) if request.clip else 0.0,
         link_bytes_per_s=link,
     )
-    limits, memory_from, host_from = _limits(request, gpu, own_gpu)
+    limits, memory_from, host_from = limits_of(request, gpu, own_gpu)
     config = OffloadConfig(chunk_size=request.chunk_size, num_slots=request.num_slots)
-    assumed = f" ({_ASSUMED})" if subject.is_assumed else ""
-    gpu_text = "this machine" if own_gpu is not None else _GIVEN if request.gpu else _ASSUMED
+    assumed = f" ({ASSUMED})" if subject.is_assumed else ""
+    gpu_text = "this machine" if own_gpu is not None else GIVEN if request.gpu else ASSUMED
     facts = [
         ("model", f"{subject.origin}{assumed}, {subject.num_params:,} parameters"),
         ("state", f"{size / 1e9:.1f} GB of {request.optimizer}, {request.dtype} parameters"),
@@ -253,84 +216,3 @@ def _settings(texts: tuple[str, ...]) -> Mapping[str, Any]:
         except (ValueError, SyntaxError):
             settings[name] = value
     return settings
-
-
-def _gpu(request: Request) -> tuple[str, torch.device | None]:
-    """Return the name of the GPU that is planned for, and the device where it is one of ours."""
-    own = machine.gpus()
-    if request.gpu is not None:
-        return request.gpu, None
-    if own:
-        return torch.cuda.get_device_name(own[0]), own[0]
-    return _DEFAULT_GPU, None
-
-
-def _link(
-    request: Request,
-    gpu: hardware.Gpu | None,
-    own: torch.device | None,
-    say: Callable[[str], None],
-) -> tuple[float, str]:
-    if request.bandwidth is not None:
-        return request.bandwidth * 1e9, _GIVEN
-    count = request.num_gpus
-    if request.probe_file is not None:
-        speed = machine.read_probe(request.probe_file).link_bytes_per_s(count)
-        if speed is None:
-            raise ValueError(
-                f"probe={str(request.probe_file)!r} was not measured with {count} GPUs at once. "
-                "Run `torch-offload probe` where so many are visible, or give --bandwidth."
-            )
-        return speed, "probe"
-    devices = machine.gpus()
-    if own is not None and len(devices) >= count:
-        say("Measuring the link. --bandwidth or --probe spares that.")
-        samples = measure_all(devices[:count], sizes=SIZES[-1:], repeats=3)
-        wanted = [s.median for s in samples if s.way == "duplex" and len(s.devices) == count]
-        return min(wanted), _MEASURED
-    if count > 1:
-        raise ValueError(
-            f"num_gpus={count} share the host's memory, so their link must be measured together. "
-            "Give --bandwidth (GB/s each way and GPU), or --probe from such a machine."
-        )
-    if gpu is None:
-        raise ValueError("bandwidth is not known for this GPU. Give --bandwidth or --probe.")
-    return gpu.likely_link_bytes_per_s, _ASSUMED
-
-
-def _compute(
-    request: Request, subject: Subject, gpu: hardware.Gpu | None, name: str
-) -> tuple[float, str]:
-    if request.compute_s is not None:
-        measured = request.compute_tokens or request.tokens
-        scaled = "" if measured == request.tokens else f" at {measured} tokens"
-        return request.compute_s * request.tokens / measured, _GIVEN + scaled
-    if gpu is None:
-        raise ValueError(
-            f"gpu={name!r} is not known, so the time of forward and backward is not either. Use "
-            f"--gpu with one of {hardware.known()}, or measure it and give --compute-s."
-        )
-    needed = operations(subject, request.tokens, request.sequence, request.recompute)
-    share = hardware.FLOPS_SHARE
-    return needed / (
-        share * gpu.flops
-    ), f"{_ASSUMED}: {share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s"
-
-
-def _limits(
-    request: Request, gpu: hardware.Gpu, own: torch.device | None
-) -> tuple[Limits, str, str]:
-    memory = gpu.memory_bytes
-    if request.gpu_memory is not None:
-        memory = parse_size(request.gpu_memory, field="gpu_memory")
-    elif own is not None:
-        memory = machine.gpu_info(own).memory_bytes
-    host: int | None = None
-    text = "not known: give --host-memory"
-    if request.host_memory is not None:
-        host = parse_size(request.host_memory, field="host_memory")
-        text = f"{host / 2**30:.0f} GiB ({_GIVEN})"
-    elif own is not None:
-        host = available_host_bytes()
-        text = text if host is None else f"{host / 2**30:.0f} GiB free ({_MEASURED})"
-    return Limits(gpu_bytes=memory, host_bytes=host), f"{memory / 2**30:.0f} GiB each", text

@@ -91,7 +91,8 @@ smoke: dist  ## install the wheel into an empty environment, and use it
 	python3 -m venv .venv-smoke
 	.venv-smoke/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt "$$(ls dist/*.whl)[cli]"
-	cd dist && ../.venv-smoke/bin/python ../tests/smoke.py && ../.venv-smoke/bin/torch-offload plan --params 7e9
+	cd dist && unset PYTHONPATH && ../.venv-smoke/bin/python ../tests/smoke.py \
+		&& ../.venv-smoke/bin/torch-offload plan --params 7e9
 
 .PHONY: docs
 docs: $(SETUP)  ## the documentation, in site/; a link that leads nowhere fails

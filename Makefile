@@ -89,7 +89,7 @@ dist: $(SETUP)  ## wheel and source archive
 smoke: dist  ## install the wheel into an empty environment, and use it
 	rm -rf .venv-smoke
 	python3 -m venv .venv-smoke
-	.venv-smoke/bin/python -m pip install --quiet --disable-pip-version-check \
+	env -u PYTHONPATH .venv-smoke/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt "$$(ls dist/*.whl)[cli]"
 	cd dist && unset PYTHONPATH && ../.venv-smoke/bin/python ../tests/smoke.py \
 		&& ../.venv-smoke/bin/torch-offload plan --params 7e9

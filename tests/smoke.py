@@ -33,7 +33,9 @@ def main() -> None:
     """Fail with the reason, or print what was seen."""
     here = Path(__file__).resolve().parent.parent
     found = Path(torch_offload.__file__).resolve()
-    assert found.parent != here / "torch_offload", f"{found} is the repository, not what was installed"
+    assert found.parent != here / "torch_offload", (
+        f"{found} is the repository, not what was installed"
+    )
     (backend,) = entry_points(group="torch.backends", name="torch_offload")
     backend.load()
     (command,) = entry_points(group="console_scripts", name="torch-offload")

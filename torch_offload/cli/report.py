@@ -67,19 +67,22 @@ def plan_report(
     about = Table(show_header=False, box=None)
     for fact in facts:
         about.add_row(*fact)
-    table = Table(title="one step on one GPU", title_justify="left")
+    table = Table(
+        title="one step: seconds, then GiB: peak on the GPU, that of the first step, host",
+        title_justify="left",
+    )
     table.add_column("update runs", no_wrap=True)
-    for name in ("step", "exposed", "peak", "first peak", "host", "fits"):
+    for name in ("step", "exposed", "peak", "first", "host", "fits"):
         table.add_column(name, justify="right")
     for choice in candidates:
         forecast = choice.forecast
         table.add_row(
             choice.name,
-            f"{forecast.step_s:.3f} s",
-            "" if choice.settings is None else f"{max(forecast.exposed_s, 0.0):.3f} s",
-            gib(forecast.gpu_bytes),
-            gib(forecast.first_gpu_bytes),
-            gib(forecast.host_bytes or None),
+            f"{forecast.step_s:.3f}",
+            "" if choice.settings is None else f"{max(forecast.exposed_s, 0.0):.3f}",
+            f"{forecast.gpu_bytes / 2**30:.1f}",
+            f"{forecast.first_gpu_bytes / 2**30:.1f}",
+            f"{forecast.host_bytes / 2**30:.1f}",
             "no" if choice.reason else _FITS[choice.fits],
             style="bold" if choice is chosen else "",
         )

@@ -5,7 +5,8 @@ SIZE ?= small
 BENCH_ARGS ?=
 ON ?= cpu
 # Tests that say nothing of the core that others do not say.
-FRONT_ENDS := tests/test_accelerate* tests/test_lightning* tests/test_autoload* tests/test_bench* tests/test_demo*
+FRONT_ENDS := tests/test_accelerate* tests/test_lightning* tests/test_autoload* tests/test_bench* tests/test_build* tests/test_cli* \
+	tests/test_demo*
 # Tests that record what they find about each optimizer.
 OUTCOME_TESTS = $(shell grep -l --include='test_*.py' -r '[(, ]record_outcome[,)]' tests)
 
@@ -79,9 +80,35 @@ bench: $(SETUP)  ## the optimizer step against other schemes; writes a record (B
 bench-multi: $(SETUP)  ## copies, steps and training on all GPUs at once; writes a record
 	@$(PY) benchmarks/bench_multi.py $(BENCH_ARGS)
 
+.PHONY: bench-peers
+bench-peers: $(SETUP)  ## whole training steps against other libraries (the extra `bench`); writes a record
+	@$(PY) benchmarks/bench_peers.py $(BENCH_ARGS)
+
+.PHONY: bench-check
+bench-check: $(SETUP)  ## is a fresh run as fast as the committed records, by ratios to its own probe
+	@$(PY) benchmarks/bench_check.py $(BENCH_ARGS)
+
+.PHONY: dist
+dist: $(SETUP)  ## wheel and source archive
+	rm -rf dist
+	$(PY) -m build
+
+.PHONY: smoke
+smoke: dist  ## install the wheel into an empty environment, and use it
+	rm -rf .venv-smoke
+	python3 -m venv .venv-smoke
+	env -u PYTHONPATH .venv-smoke/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt "$$(ls dist/*.whl)[cli]"
+	cd dist && unset PYTHONPATH && ../.venv-smoke/bin/python ../tests/smoke.py \
+		&& ../.venv-smoke/bin/torch-offload plan --params 7e9
+
+.PHONY: docs
+docs: $(SETUP)  ## the documentation, in site/; a link that leads nowhere fails
+	$(PY) -m sphinx -W --keep-going -q -b html docs site
+
 .PHONY: clean
 clean:  ## delete reports, caches and build output; environments stay
-	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site .venv-smoke *.egg-info
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 	rm -f .venv/.installed .venv-oldest/.installed
 

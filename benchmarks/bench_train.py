@@ -109,6 +109,10 @@ class Training:
         laps.mark("optimizer")
         return loss
 
+    def numbers(self) -> list[Tensor]:
+        """Return the parameters whose bits are compared."""
+        return self.params
+
     def measure(self, tokens: int, hashed: Hash) -> Record:
         """Train for the warm-up and the timed steps. Returns seconds, bytes, losses and bits."""
         device, plan = self.device, self.plan
@@ -163,7 +167,7 @@ class Training:
             "setup_s": stats["setup_s"] if stats else 0.0,
             "stats": stats,
             "losses": [loss.item() for loss in losses],
-            "params_sha256": hashed(self.params),
+            "params_sha256": hashed(self.numbers()),
             "lanes": self._lanes(batches[-1]) if plan.timeline else None,
             "gradients": self._gradients(batches[-1]),
         }
@@ -194,21 +198,23 @@ def measure_mode(
     device: torch.device,
     hashed: Hash,
     say: Say = print,
-    wrap: Wrap = lambda model: model,
+    make: Callable[[Plan, Mode, torch.device], Training] = Training,
 ) -> Record:
     """Train under one mode with each number of tokens, and free everything.
 
-    What goes wrong is the outcome of its point, and the larger ones are not tried.
+    What goes wrong is the outcome of its point, and the larger ones are not tried. What ``make``
+    builds is trained; how much memory others than ours need is not known beforehand.
     """
     began = time.perf_counter()
     free(device)
     before = memory(device)["allocated_bytes"]
-    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    is_known = device.type == "cuda" and make is Training
+    room = torch.cuda.mem_get_info(device)[0] if is_known else None
     result: Record = {**asdict(mode), "label": mode.label, "settings": {}}
     points: list[Record] = []
     outcome = reason = None
     try:
-        _train(plan, mode, device, hashed, say, wrap, room, result, points)
+        _train(plan, mode, device, hashed, say, room, result, points, make)
     except (UnsupportedError, NotImplementedError) as error:
         outcome, reason = "unsupported", str(error)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -241,10 +247,10 @@ def _train(
     device: torch.device,
     hashed: Hash,
     say: Say,
-    wrap: Wrap,
     room: int | None,
     result: Record,
     points: list[Record],
+    make: Callable[[Plan, Mode, torch.device], Training],
 ) -> None:
     """Append the points to ``points``. Nothing outside holds the model, so that it dies here."""
     training = None
@@ -256,7 +262,7 @@ def _train(
             say(f"{mode.label}, {tokens} tokens: skipped: {reason}")
             continue
         if training is None:
-            training = Training(plan, mode, device, wrap)
+            training = make(plan, mode, device)
             result |= {
                 "settings": training.settings,
                 "build_s": training.build_s,
@@ -275,10 +281,10 @@ def _train(
             timeline_plot.plot(point["lanes"], plan.timeline.with_name(name), title)
 
 
-def make_deterministic() -> None:
-    """Let two runs on the same device have the same bits."""
+def make_deterministic(*, warn_only: bool = False) -> None:
+    """Let two runs on the same device have the same bits, or warn where a kernel cannot."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Filling all new memory is for code that reads it uninitialised, and takes time.
     torch.utils.deterministic.fill_uninitialized_memory = False
 

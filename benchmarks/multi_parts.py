@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench_step import Case
-from bench_train import measure_mode
+from bench_train import Training, measure_mode
 from measuring import free, link_samples, memory, reset_peak, synchronize, timed
 from multi_ranks import Here
 from record import Record, environment
@@ -166,7 +167,8 @@ def train(here: Here, plan: Plan, kind: str, mode: Mode) -> Record:
     """
     fields = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     own = RankPlan(**fields, rank=here.rank)
-    result = measure_mode(own, mode, here.device, here.hashed, lambda text: None, WRAPS[kind])
+    make = partial(Training, wrap=WRAPS[kind])
+    result = measure_mode(own, mode, here.device, here.hashed, lambda text: None, make)
     (point,) = result.pop("points")
     if point["outcome"] != "ok":
         raise RuntimeError(f"{point['outcome']}: {point['reason']}")

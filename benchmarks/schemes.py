@@ -109,10 +109,17 @@ class ChunkedPerTensor:
         host: their moments, from `pinned_state`.
         chunk_bytes: bytes of state in a chunk; a larger parameter is a chunk of its own.
         num_slots: device buffers of one chunk each.
+        settings: of AdamW.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], host: HostState, *, chunk_bytes: int, num_slots: int = 2
+        self,
+        params: Sequence[Tensor],
+        host: HostState,
+        *,
+        chunk_bytes: int,
+        num_slots: int = 2,
+        settings: dict[str, Any] = ADAMW,
     ) -> None:
         self.params, self.host = params, host
         device = params[0].device
@@ -129,7 +136,7 @@ class ChunkedPerTensor:
         # For each chunk its copies, as (host, slot) pairs. A chunk always uses the same slot.
         self.copies: list[list[tuple[Tensor, Tensor]]] = []
         for number, chunk in enumerate(chunks):
-            optimizer = torch.optim.AdamW([params[i] for i in chunk], **ADAMW)
+            optimizer = torch.optim.AdamW([params[i] for i in chunk], **settings)
             copies, rest = [], slots[number % num_slots]
             for i in chunk:
                 state = {"step": _step_count(params[i])}

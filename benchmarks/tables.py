@@ -10,16 +10,19 @@ import argparse
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from multi_tables import markdown as multi_markdown
+from peer_tables import markdown as peers_markdown
 from record import RESULTS, ROOT, Record
 from train_tables import caption as train_caption
 
 BEGIN, END = "<!-- bench_step:start -->", "<!-- bench_step:end -->"
 TRAIN_BEGIN, TRAIN_END = "<!-- bench_train:start -->", "<!-- bench_train:end -->"
 MULTI_BEGIN, MULTI_END = "<!-- bench_multi:start -->", "<!-- bench_multi:end -->"
+PEERS_BEGIN, PEERS_END = "<!-- bench_peers:start -->", "<!-- bench_peers:end -->"
 TRAIN_HEADER = (
     "tokens a step",
     "update runs",
@@ -56,15 +59,19 @@ _LABELS = {
 
 
 def newest(folder: Path, benchmark: str = "bench_step") -> list[tuple[str, Record]]:
-    """Return name and record of the newest run on each GPU. Runs on a CPU are for tests only."""
-    found: dict[str, tuple[str, Record]] = {}
+    """Return name and record of the newest run of each size on each GPU.
+
+    Runs on a CPU are for tests only.
+    """
+    found: dict[tuple[Any, ...], tuple[str, Record]] = {}
     for path in folder.glob(f"{benchmark}-*.json"):
         record = json.loads(path.read_text())
-        known = found.get(record["device"])
-        newer = known is None or record["date"] > known[1]["date"]
+        tokens = tuple(record.get("config", {}).get("tokens", ()))
+        size = record["device"], record.get("state_bytes", 0), tokens
+        newer = size not in found or record["date"] > found[size][1]["date"]
         if record["device_type"] != "cpu" and newer:
-            found[record["device"]] = (path.name, record)
-    return [found[device] for device in sorted(found)]
+            found[size] = (path.name, record)
+    return [found[size] for size in sorted(found)]
 
 
 def rows(record: Record) -> list[tuple[str, ...]]:
@@ -193,6 +200,12 @@ def main() -> None:
         before, rest = current.split(TRAIN_BEGIN)
         section = train_markdown(newest(args.results, "bench_train"))
         current = f"{before}{TRAIN_BEGIN}\n{section}\n{TRAIN_END}{rest.split(TRAIN_END)[1]}"
+    if PEERS_BEGIN in current:
+        before, rest = current.split(PEERS_BEGIN)
+        found = newest(args.results, "bench_peers")
+        section = "\n\n".join(peers_markdown(record, name) for name, record in found)
+        section = section or "No record yet: `make bench-peers` on a machine with a GPU writes one."
+        current = f"{before}{PEERS_BEGIN}\n{section}\n{PEERS_END}{rest.split(PEERS_END)[1]}"
     pages = [(args.readme, text, current)]
     several = args.readme.parent / "docs" / "several_gpus.md"
     if several.exists():

@@ -36,6 +36,7 @@ class Size:
 SIZES = {
     "1e5": Size(hidden=64, mlp=88, layers=2, heads=2, vocabulary=256),
     "0.3e9": Size(hidden=1024, mlp=2816, layers=18, heads=8),
+    "1e9": Size(hidden=2048, mlp=5632, layers=17, heads=16),
     "3.1e9": Size(hidden=3072, mlp=8192, layers=26, heads=24),
     "7e9": Size(hidden=4096, mlp=11520, layers=32, heads=32),
 }

@@ -171,7 +171,7 @@ def test_presets_have_the_parameters_of_their_names(transformer):
         ("--tokens 100 --seq 32", "tokens=100 is not a multiple of .* = 32. Use 96"),
         ("--tokens 64 --seq 32 --accumulation 4", "tokens=64 .* = 128. Use 128"),
         ("--steps 0", "steps=0 is too small. Use 1 or more"),
-        ("--params 5e9", "params='5e9' is no preset. Use one of 1e5, 0.3e9, 3.1e9, 7e9"),
+        ("--params 5e9", "params='5e9' is no preset. Use one of 1e5, 0.3e9, 1e9, 3.1e9, 7e9"),
         ("--params many", "params='many' is no preset"),
         ("--modes during", "modes='during' begins with no mode. Use none, step"),
         ("--modes step+half", "'half', which is no budget. Use"),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +16,11 @@ import pytest
 import test_matrix
 from outcomes import EQUAL, REFUSED, Outcome
 
+import torch_offload
+from torch_offload import OffloadConfig
+
 ROOT = Path(__file__).parent.parent
+CONFIGURED = ("OffloadConfig", "OffloadOptimizerPlugin", "OffloadOptimizerStrategy")
 FAULTS = ROOT / "docs" / "faults.md"
 NODE = re.compile(r"`(tests/\w+\.py)::(\w+)`")
 
@@ -41,6 +49,61 @@ def test_every_fault_names_tests_that_exist():
 def test_every_case_is_in_the_table():
     named = {name for file, name in NODE.findall(FAULTS.read_text()) if "test_cases" in file}
     assert named == names_in(ROOT / "tests/test_cases.py")
+
+
+def literals() -> list[str]:
+    """Every piece of text in the sources, with what is next to each other put together."""
+    found = []
+    for path in ROOT.glob("*_offload/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_every_message_in_the_page_on_trouble_is_one_of_the_library():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 15
+    texts = literals()
+    for row in rows:
+        match = re.match(r"\| `([^`]+)` \|", row)
+        assert match, f"the first column is not one message: {row}"
+        assert any(match[1] in text for text in texts), f"no such message: {match[1]}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.stem)
+def test_code_in_the_pages_is_code(page):
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        tree = ast.parse(code)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("_offload"):
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{page.name}: {alias.name}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in CONFIGURED:
+                for keyword in node.keywords:
+                    assert keyword.arg in OffloadConfig.__dataclass_fields__, page.name
+
+
+def test_pages_have_no_link_that_leads_nowhere(tmp_path):
+    pytest.importorskip("sphinx")
+    pytest.importorskip("myst_parser")
+    pytest.importorskip("furo")
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+
+    def built(source, target):
+        return subprocess.run([*build, source, target], capture_output=True, text=True, check=False)
+
+    done = built(ROOT / "docs", tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
+    api = (tmp_path / "site" / "api.html").read_text()
+    for name in torch_offload.__all__:
+        assert f'id="torch_offload.{name}"' in api, f"docs/api.md lacks {name}"
+    source = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", source)
+    (source / "index.md").write_text("[x](nowhere.md)\n" + (source / "index.md").read_text())
+    assert "nowhere.md" in built(source, tmp_path / "again").stderr
 
 
 def test_the_table_of_optimizers_is_made_from_its_record():

@@ -29,6 +29,10 @@ def files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+CLI = files("torch_offload/cli")
+CORE = [path for path in files("torch_offload") if path not in CLI]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_direction(package):
     allowed = {
@@ -47,10 +51,50 @@ def test_direction(package):
 
 def test_core_needs_only_torch():
     standard = sys.stdlib_module_names
-    for path in files("torch_offload"):
+    for path in CORE:
         for module, level in imports(path):
             top = module.partition(".")[0]
             assert level or top in standard or top == "torch", f"{path.name} imports {module}"
+
+
+def test_core_does_not_import_the_command():
+    assert CLI
+    for path in CORE:
+        for module, _ in imports(path):
+            assert "cli" not in module.split("."), f"{path.name} imports {module}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert "cli" not in {alias.name for alias in node.names}, path.name
+
+
+def test_command_needs_click_and_rich_only():
+    standard = sys.stdlib_module_names
+    for path in CLI:
+        for module, level in imports(path):
+            top = module.partition(".")[0]
+            known = level or top in standard or top in ("torch", "click", "rich")
+            assert known, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("name", ["forecast", "subject", "hardware"])
+def test_what_a_plan_computes_with_needs_no_torch(name):
+    (path,) = (path for path in CLI if path.stem == name)
+    for module, level in imports(path):
+        top = module.partition(".")[0]
+        assert level == 1 or top in sys.stdlib_module_names, f"{path.name} imports {module}"
+
+
+def test_without_the_extra_the_command_names_it():
+    code = (
+        "import sys; sys.modules['click'] = None; from torch_offload.cli.entry import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        'torch-offload needs click, which is not installed. Run `pip install "torch-offload[cli]"`.'
+    )
 
 
 @pytest.mark.parametrize("package", ["lightning_offload", "accelerate_offload"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -561,8 +562,24 @@ READERS: dict[str, Callable[[Net, torch.optim.Optimizer], Any]] = {
     ],
     "an edit": lambda m, o: [p.data.mul_(0.5).clone() for p in m.parameters()],
     "gradients": lambda m, o: [p.grad.clone() for p in m.parameters() if p.grad is not None],
+    "export": lambda m, o: exported(m),
+    "torch.save": lambda m, o: list(saved(m).values()),
+    "numpy": lambda m, o: [torch.from_numpy(p.detach().cpu().numpy()) for p in m.parameters()],
     "another thread": lambda m, o: in_a_thread(lambda: [p.norm().detach() for p in m.parameters()]),
 }
+
+
+def exported(model: Net) -> list[torch.Tensor]:
+    program = torch.export.export(model, (batch(model, 7),))
+    values = [value.detach().clone() for value in program.state_dict.values()]
+    return [*values, program.module()(batch(model, 8)).detach()]
+
+
+def saved(model: Net) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)  # type: ignore[no-any-return]
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:

@@ -166,6 +166,41 @@ def test_a_second_stream_may_use_a_parameter_first(monkeypatch, deleted):
         assert_same(plain, other_run)
 
 
+class Extension(nn.Linear):
+    """As a C++ extension: it is handed the parameters, and nobody asks their class."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch._C._nn.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_an_extension_is_handed_finished_parameters(monkeypatch, device, slow):
+    if slow and device.type == "cpu":
+        pytest.skip("a CPU has no streams that could be slow")
+
+    def run(overlap: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Extension(32, 32) for _ in range(4)]).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        if overlap is not None:
+            offload(optimizer, OffloadConfig(chunk_size=6_000, overlap=overlap), model=model)
+        x = torch.linspace(-1, 1, 4 * 32, device=device).view(4, 32)
+        for _ in range(6):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().cpu() for param in model.parameters()]
+
+    plain = run(None)
+    assert all(torch.equal(a, b) for a, b in zip(plain, run("forward"), strict=True))
+    if slow:
+        slow_down(monkeypatch, "update")
+        assert all(torch.equal(a, b) for a, b in zip(plain, run("forward"), strict=True))
+        monkeypatch.setattr(ForwardOverlap, "wait", lambda *args: None)  # what modules' hooks call
+        assert not all(torch.equal(a, b) for a, b in zip(plain, run("forward"), strict=True))
+
+
 @pytest.mark.gpu
 def test_gradients_are_freed_as_backward_goes_on():
     """At most those of four chunks live at once, of 32, although the CPU runs ahead."""

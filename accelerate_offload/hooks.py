@@ -1,6 +1,7 @@
 """What is changed in Accelerate's modules, each right after it was executed.
 
 ``on_optimizer``: the construction of ``AcceleratedOptimizer`` becomes ours when offload is on.
+``on_accelerator``: methods of ``Accelerator`` tell offloaded optimizers what they need to know.
 ``on_launch``: ``accelerate launch`` gets flags. ``on_config_args``: its YAML gets a section.
 
 The hooks run in the middle of ``import accelerate``, which may itself be in the middle of
@@ -46,6 +47,18 @@ def on_optimizer(module: ModuleType) -> None:
 
     __new__._is_accelerate_offload = True  # type: ignore[attr-defined]
     base.__new__ = __new__
+
+
+def on_accelerator(module: ModuleType) -> None:
+    """Let ``Accelerator`` tell the optimizers that it has prepared what they need to know.
+
+    Args:
+        module: ``accelerate.launchers``, which is imported after ``accelerate.accelerator``. That
+            one may be the module that imports torch, and is not complete then.
+    """
+    from . import accelerator
+
+    accelerator.extend(sys.modules["accelerate.accelerator"])
 
 
 def on_launch(module: ModuleType) -> None:

@@ -10,9 +10,11 @@ The hooks run in the middle of ``import accelerate``, which may itself be in the
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +43,8 @@ def on_optimizer(module: ModuleType) -> None:
             from .optimizer import OffloadedOptimizer
 
             cls = OffloadedOptimizer  # a subclass, so Python runs its __init__ next
+        elif cls is base and optimizer is not None:
+            report.plain()
         if original is object.__new__:
             return original(cls)  # which takes no arguments
         return original(cls, *args, **kwargs)
@@ -59,6 +63,21 @@ def on_accelerator(module: ModuleType) -> None:
     from . import accelerator
 
     accelerator.extend(sys.modules["accelerate.accelerator"])
+    for name in ("notebook_launcher", "debug_launcher"):
+        setattr(module, name, _forking(getattr(module, name)))
+
+
+def _forking(launch: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(launch, "_is_accelerate_offload"):
+        return launch
+
+    @functools.wraps(launch)
+    def launcher(*args: Any, **kwargs: Any) -> Any:
+        report.this_forks()
+        return launch(*args, **kwargs)
+
+    launcher._is_accelerate_offload = True  # type: ignore[attr-defined]
+    return launcher
 
 
 def on_launch(module: ModuleType) -> None:

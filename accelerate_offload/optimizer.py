@@ -57,6 +57,7 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
             self.offload_config = None
             self._is_accelerate_prepared = True
+            report.switched_off("OffloadedOptimizer")
             return
         accelerator.extend(sys.modules["accelerate.accelerator"])  # if no hook could do it
         _check(optimizer, scaler)

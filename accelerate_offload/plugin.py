@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_offload import OffloadConfig
 
-from . import environment
+from . import environment, report
 
 
 class OffloadOptimizerPlugin(OffloadConfig):
@@ -33,6 +33,8 @@ class OffloadOptimizerPlugin(OffloadConfig):
         fields = environment.defaults()
         config = environment.config_from_environment()
         super().__init__(**{**{field: getattr(config, field) for field in fields}, **given})
+        if environment.refused():
+            report.switched_off("OffloadOptimizerPlugin")
         environment.export({field: getattr(self, field) for field in fields})
 
 

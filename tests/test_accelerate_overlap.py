@@ -1,4 +1,4 @@
-"""When the update runs under Accelerate: what is chosen, what is told to the core, what is refused."""
+"""When the update runs under Accelerate: what is chosen, told to the core, and refused."""
 
 from __future__ import annotations
 

@@ -67,7 +67,11 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if config is not None:
             _check_overlap(config, scaler)
             # Before the base class looks: with a scaler it keeps `optimizer.step` as it finds it.
-            offload(optimizer, config)
+            try:
+                offload(optimizer, config)
+            except NotImplementedError as error:
+                text = f"{error} {environment.SWITCH}=false trains without offload."
+                raise NotImplementedError(text) from error
         # Its device placement would copy all state to the device, so what else that does is ours.
         super().__init__(optimizer, device_placement=False, scaler=scaler)
         self.device_placement = device_placement
@@ -126,6 +130,12 @@ def _check(optimizer: Optimizer, scaler: Any) -> None:
     if not is_initialized():
         raise ValueError(
             "OffloadedOptimizer needs an Accelerator: build `accelerator = Accelerator()` first."
+        )
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} has train() and eval(), which read its state outside of "
+            "step(), where offload keeps it on the host. Use another optimizer (optim= of "
+            f"TrainingArguments), or set {environment.SWITCH}=false."
         )
     state, switch = AcceleratorState(), environment.SWITCH
     kind = state.distributed_type

@@ -1,7 +1,8 @@
-"""What is changed in Accelerate's modules, each right after it was executed.
+"""What is changed in modules of Accelerate and transformers, each right after it was executed.
 
 ``on_optimizer``: the construction of ``AcceleratedOptimizer`` becomes ours when offload is on.
 ``on_accelerator``: methods of ``Accelerator`` tell offloaded optimizers what they need to know.
+``on_trainer``: the same for transformers' ``Trainer``.
 ``on_launch``: ``accelerate launch`` gets flags. ``on_config_args``: its YAML gets a section.
 
 The hooks run in the middle of ``import accelerate``, which may itself be in the middle of
@@ -78,6 +79,17 @@ def _forking(launch: Callable[..., Any]) -> Callable[..., Any]:
 
     launcher._is_accelerate_offload = True  # type: ignore[attr-defined]
     return launcher
+
+
+def on_trainer(module: ModuleType) -> None:
+    """Let ``Trainer`` resume an offloaded optimizer on the host.
+
+    Args:
+        module: ``transformers.trainer``.
+    """
+    from . import trainer
+
+    trainer.extend(module)
 
 
 def on_launch(module: ModuleType) -> None:

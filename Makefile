@@ -71,6 +71,10 @@ test-gpu: $(SETUP)  ## every GPU test; fails where there is no GPU
 bench: $(SETUP)  ## the optimizer step against other schemes; writes a record (BENCH_ARGS="--params 1e9")
 	@$(PY) benchmarks/bench_step.py $(BENCH_ARGS)
 
+.PHONY: bench-trainer
+bench-trainer: $(SETUP)  ## a script with transformers' Trainer, plain and offloaded (BENCH_ARGS="--batch 4")
+	@$(PY) benchmarks/bench_trainer.py $(BENCH_ARGS)
+
 .PHONY: clean
 clean:  ## delete reports, caches and build output; environments stay
 	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -8,7 +8,10 @@ case is a few words joined by "+":
 - ``apart``: the optimizer is prepared by a call of its own, before the model;
 - ``stray``: the script calls ``loss.backward()`` itself;
 - ``full``: FSDP saves whole tensors;
+- ``hook``: DDP has a communication hook;
 - ``backward``, ``forward``, ``step``: the variable that chooses the overlap; else it is not set.
+
+With RANKS_ON_GPU=1 each process has a GPU, else all is on the CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate import (
+    Accelerator,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
 from accelerate.utils import DistributedType
 
 NUM_MICRO = 12
 HALF = 6
+ON_GPU = os.environ.get("RANKS_ON_GPU") == "1"
 IS_FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
@@ -33,8 +43,11 @@ def start(words: set[str]) -> tuple[Accelerator, torch.nn.Module, Any, Any]:
         if word in words:
             os.environ["ACCELERATE_OFFLOAD_OVERLAP"] = word
             break
-    options: dict[str, Any] = {"cpu": True}
-    if IS_FSDP:
+    options: dict[str, Any] = {} if ON_GPU else {"cpu": True}
+    if "hook" in words:
+        hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+        options["kwargs_handlers"] = [hook]
+    if IS_FSDP and not ON_GPU:
         # Accelerate leaves FSDP out on the CPU; this is what it finds with several GPUs.
         PartialState(cpu=True)
         if PartialState._shared_state["distributed_type"] is DistributedType.MULTI_CPU:
@@ -67,7 +80,7 @@ def train(words: set[str], folder: Path, resume_from: Path | None) -> dict[str, 
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(2, NUM_MICRO, 8, 16, generator=generator)[accelerator.process_index]
     losses = []
-    for index, batch in enumerate(batches[first:], first):
+    for index, batch in enumerate(batches[first:].to(accelerator.device), first):
         with accelerator.accumulate(net):
             loss = net(batch).pow(2).mean()
             if "stray" in words:
@@ -86,8 +99,8 @@ def train(words: set[str], folder: Path, resume_from: Path | None) -> dict[str, 
     params = list(net.parameters())
     end = {
         "losses": losses,
-        "params": [whole(p) for p in params],
-        "state": [{k: whole(v) for k, v in optimizer.state[p].items()} for p in params],
+        "params": [own(p) for p in params],
+        "state": [{k: own(v) for k, v in optimizer.state[p].items()} for p in params],
         "schedule": schedule.state_dict(),
     }
     print(describe(accelerator, words, resume_from, optimizer), flush=True)
@@ -95,9 +108,10 @@ def train(words: set[str], folder: Path, resume_from: Path | None) -> dict[str, 
     return end
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return tensor.detach().clone()
+def own(tensor: Any) -> torch.Tensor:
+    """Return this rank's part, on the CPU."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.detach().cpu().clone()
 
 
 def describe(accelerator: Accelerator, words: set[str], resumed: Any, optimizer: Any) -> str:
@@ -112,6 +126,7 @@ def describe(accelerator: Accelerator, words: set[str], resumed: Any, optimizer:
 
 def main() -> None:
     folder, other = Path(sys.argv[1]), sys.argv[2]
+    torch.use_deterministic_algorithms(True)
     ends = {}
     for case in sys.argv[3:]:
         words = set(case.split("+"))
@@ -119,7 +134,7 @@ def main() -> None:
         if other != "-":
             ends[f"{case} resumed"] = train(words, folder / case, Path(other) / case)
     torch.save(ends, folder / f"end{PartialState().process_index}.pt")
-    Accelerator(cpu=True).end_training()
+    Accelerator(cpu=not ON_GPU).end_training()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any
 
 import accelerate.checkpointing
 import pytest
-import schedulefree
 import torch
 from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size
@@ -288,6 +287,7 @@ def test_row_find_executable_batch_size_starts_afresh():
 
 
 def test_row_train_and_eval_of_schedule_free_are_refused():
+    schedulefree = pytest.importorskip("schedulefree")
     switch(True)
     bare = schedulefree.AdamWScheduleFree(make_net().parameters(), lr=1e-2)
     with pytest.raises(NotImplementedError, match=r"train\(\) and eval\(\).*OPTIMIZER=false"):

@@ -113,9 +113,7 @@ LORA = """
 import sys
 import torch
 from peft import LoraConfig
-from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
-{imports}
 
 set_seed(0)
 model = GPT2LMHeadModel(
@@ -131,10 +129,22 @@ options = dict(output_dir=sys.argv[1], max_steps=4, per_device_train_batch_size=
 {trainer}
 trainer.train()
 trained = {{n: p.detach().cpu() for n, p in trainer.model.named_parameters() if p.requires_grad}}
-assert trained and all("lora" in name for name in trained) == {is_lora}
+assert trained and all("lora" in name for name in trained)
 print("inner optimizer:", type(trainer.optimizer.optimizer).__name__, len(trained))
 losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
 torch.save([trained, trainer.optimizer.state_dict(), losses], sys.argv[1] + ".pt")
+"""
+SFT = """
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2")
+table = Dataset.from_list([{"text": " ".join(f"w{i}" for i in row)} for row in rows])
+trainer = SFTTrainer(model, SFTConfig(**options, max_length=16), train_dataset=table,
+                     processing_class=tokenizer, peft_config=lora)
 """
 PEFT = """
 from peft import get_peft_model
@@ -146,24 +156,21 @@ trainer = Trainer(get_peft_model(model, lora), TrainingArguments(**options),
 
 
 @pytest.mark.slow
-def test_lora_under_the_flag(tmp_path: Path):
-    pytest.importorskip("peft")
-    text = LORA.format(imports="", trainer=PEFT, is_lora=True)
-    check_under_the_flag(tmp_path, text)
-
-
-def check_under_the_flag(folder: Path, text: str) -> None:
-    (folder / "train.py").write_text(text)
+@pytest.mark.parametrize("trainer", [PEFT, SFT], ids=["transformers-peft", "trl-sft-peft"])
+def test_lora_under_the_flag(tmp_path: Path, trainer: str):
+    for name in ["peft"] if trainer is PEFT else ["peft", "trl"]:
+        pytest.importorskip(name)
+    (tmp_path / "train.py").write_text(LORA.format(trainer=trainer))
     ends = []
     for name, flags in {
         "plain": [],
         "again": [],
         "offloaded": ["--offload_optimizer", "--offload_chunk_size", "8KiB"],
     }.items():
-        done = run_python(*accelerate_launch(*flags, "train.py", name), cwd=folder)
+        done = run_python(*accelerate_launch(*flags, "train.py", name), cwd=tmp_path)
         expected = "OffloadedAdamW" if flags else "AdamW"
         assert f"inner optimizer: {expected}" in done.stdout
-        ends.append(torch.load(folder / f"{name}.pt", weights_only=True))
+        ends.append(torch.load(tmp_path / f"{name}.pt", weights_only=True))
     assert len(ends[0][2]) == 4
     assert_same_tree(ends[0], ends[1])  # the control
     assert_same_tree(ends[0], ends[2])
@@ -231,10 +238,8 @@ def test_resume_reads_optimizer_state_on_the_host(tmp_path: Path, monkeypatch: p
                 trainer._load_optimizer_and_scheduler(checkpoint)
                 expected = ("optimizer.pt", "cpu", True)
             else:
-                with pytest.raises((NotImplementedError, RuntimeError, ValueError)):
-                    trainer._load_optimizer_and_scheduler(checkpoint)  # it went to the device
-                    trainer.optimizer.step()
-                    raise RuntimeError("state on the meta device has no values")
+                with pytest.raises(NotImplementedError, match="meta"):  # it went to the device
+                    trainer._load_optimizer_and_scheduler(checkpoint)
                 expected = ("optimizer.pt", "meta", False)
         assert expected in seen
         assert ("scheduler.pt", "None", False) in seen or not on

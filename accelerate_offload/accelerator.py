@@ -71,7 +71,7 @@ def offloaded(accelerator: Any) -> list[OffloadedOptimizer]:
 def is_ours(optimizer: Any) -> bool:
     """Whether ``prepare`` returned this, with state that is in host memory."""
     module = sys.modules.get("accelerate_offload.optimizer")
-    core = sys.modules.get("torch_offload")
+    core = sys.modules.get("torch_offload.optimizer")
     return (
         module is not None
         and core is not None

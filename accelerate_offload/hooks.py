@@ -119,7 +119,7 @@ def _wanted(optimizer: Any) -> bool:
     if environment.requested():
         return True
     # Offloaded in code: the plain wrapper would copy what state it has to the GPU whole.
-    core = sys.modules.get("torch_offload")
+    core = sys.modules.get("torch_offload.optimizer")
     if core is not None and core.is_offloaded(optimizer):
         return True
     fields = environment.field_variables()

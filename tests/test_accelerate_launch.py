@@ -396,6 +396,22 @@ def test_importing_the_package_imports_neither_torch_nor_accelerate(tmp_path: Pa
     run_python("-c", code, cwd=tmp_path, **NO_AUTOLOAD)
 
 
+def test_nothing_is_imported_for_those_who_do_not_ask(tmp_path: Path):
+    """The core takes longer to import than the launcher may be slowed down by."""
+    code = (
+        "import sys, torch, accelerate, accelerate.commands.launch as launch\n"
+        "assert 'torch_offload' not in sys.modules\n"
+        "parser = launch.launch_command_parser()\n"
+        "assert '--offload_optimizer' in parser._option_string_actions\n"
+        "own = {name for name in sys.modules if name.startswith('torch_offload')}\n"
+        "assert own == {'torch_offload', 'torch_offload.config', 'torch_offload.residency'}, own\n"
+        "net = torch.nn.Linear(2, 2)\n"
+        "accelerate.Accelerator(cpu=True).prepare(net, torch.optim.SGD(net.parameters()))\n"
+        "assert 'torch_offload.core' not in sys.modules\n"
+    )
+    run_python("-c", code, cwd=tmp_path)
+
+
 # --- the flags ---------------------------------------------------------------------
 
 

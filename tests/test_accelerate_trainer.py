@@ -18,7 +18,8 @@ from accelerate_cases import (
     switch,
 )
 
-from accelerate_offload import OffloadCallback, OffloadedOptimizer, offload_metrics
+import accelerate_offload
+from accelerate_offload import OffloadedOptimizer, offload_metrics
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,7 +53,8 @@ args = TrainingArguments(
 trainer = Trainer(model, args, train_dataset=Text())
 trainer.train(resume_from_checkpoint=resume)
 print("inner optimizer:", type(trainer.optimizer.optimizer).__name__, args.optim.value)
-torch.save([model.state_dict(), trainer.optimizer.state_dict()], out + "/end.pt")
+if trainer.is_world_process_zero():
+    torch.save([model.state_dict(), trainer.optimizer.state_dict()], out + "/end.pt")
 """
 
 
@@ -105,6 +107,27 @@ def test_same_checkpoint(runs: dict[str, Any]):
     plain, other = (folder / name / "checkpoint-3/optimizer.pt" for name in ("plain", "offloaded"))
     assert other.stat().st_size == pytest.approx(plain.stat().st_size, rel=0.01)
     assert_same_tree(torch.load(plain, weights_only=True), torch.load(other, weights_only=True))
+
+
+@pytest.mark.slow
+def test_two_processes_with_resume(tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    offload = ["--offload_optimizer", "--offload_chunk_size", "8KiB"]
+    ends = []
+    for name, flags, resume in (
+        ("plain", [], []),
+        ("offloaded", offload, []),
+        ("resumed", offload, ["plain/checkpoint-3"]),
+        ("back", [], ["offloaded/checkpoint-3"]),
+    ):
+        command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", *flags]
+        command += ["--num_processes", "2", "--main_process_port", "0", "train.py", "cpu", name]
+        done = run_python(*command, *resume, cwd=tmp_path)
+        inner = "OffloadedAdamW" if flags else "AdamW"
+        assert done.stdout.count(f"inner optimizer: {inner} adamw_torch_fused") == 2
+        ends.append(torch.load(tmp_path / name / "end.pt", weights_only=True))
+    for end in ends[1:]:
+        assert_same_tree(ends[0], end)
 
 
 # --- TRL and PEFT -------------------------------------------------------------------
@@ -264,7 +287,7 @@ class Tracker(transformers.TrainerCallback):
 def test_callback_logs_the_figures(tmp_path: Path, on: bool):
     switch(on)
     tracker = Tracker()
-    trainer = make_trainer(tmp_path, [tracker, OffloadCallback()])
+    trainer = make_trainer(tmp_path, [tracker, accelerate_offload.OffloadCallback()])
     trainer.train()
     rows = [row for row in tracker.seen if "loss" in row]
     assert len(rows) == 4

@@ -52,7 +52,9 @@ def extend(module: Any) -> None:
         "load_state": _load_state,
     }
     for name, wrap in wrappers.items():
-        original = getattr(cls, name)
+        original = getattr(cls, name, None)
+        if original is None:
+            continue
         wrapped: Any = functools.wraps(original)(wrap(original))
         wrapped._is_accelerate_offload = True
         setattr(cls, name, wrapped)
@@ -125,7 +127,10 @@ def _last_microbatch(accelerator: Any) -> Iterator[None]:
     optimizers = offloaded(accelerator) if accelerator.sync_gradients else []
     with ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(optimizer.last_microbatch())
+            # Imported already if there is one; else it would slow down who offloads nothing.
+            from torch_offload import last_microbatch
+
+            stack.enter_context(last_microbatch(optimizer))
         yield
 
 

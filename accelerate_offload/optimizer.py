@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from accelerate.state import AcceleratorState, is_initialized  # type: ignore[im
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch.optim import Optimizer
 
-from torch_offload import OffloadConfig, attach_model, is_offloaded, last_microbatch, offload
+from torch_offload import OffloadConfig, attach_model, is_offloaded, offload
 
 from . import accelerator, environment, report
 
@@ -94,10 +93,6 @@ class OffloadedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         elif models:
             self._models = None
             attach_model(self.optimizer, models[0])
-
-    def last_microbatch(self) -> AbstractContextManager[None]:
-        """Say that a step follows the backward inside of it; ``Accelerator.backward`` does that."""
-        return last_microbatch(self.optimizer)
 
     def _place(self) -> None:
         """Do what device placement does, with hyper-parameters that are tensors but no state."""

@@ -41,6 +41,15 @@ def _clean():
         yield
 
 
+def is_mapped(file: Path) -> bool:
+    """Whether a tensor still lies in this file: who writes it anew would end the process."""
+    gc.collect()
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("this system does not list what is mapped")
+    return str(file) in maps.read_text()
+
+
 # --- device_placement ---------------------------------------------------------------
 
 
@@ -149,11 +158,7 @@ def test_row_load_state_reads_optimizer_state_on_the_host_from_the_mapped_file(
         assert expected in seen
         assert ("scheduler.bin", None, False) in seen
         run.train(1)
-    # Nothing of the file is used any more: it may be written over, as save_state does.
-    before = {k: v.clone() for k, v in next(iter(run.optimizer.state.values())).items()}
-    (tmp_path / "optimizer.bin").write_bytes(b"")
-    after = next(iter(run.optimizer.state.values()))
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert not is_mapped(tmp_path / "optimizer.bin")
     assert_same(start(False).train(3), run)
 
 
@@ -188,10 +193,9 @@ def test_row_a_plain_optimizer_beside_keeps_no_mapped_file(tmp_path: Path):
         optimizer.zero_grad()
     acc.save_state(str(tmp_path))
     acc.load_state(str(tmp_path))
-    state = next(iter(plain.state.values()))
-    before = state["step"].clone()
-    (tmp_path / "optimizer_1.bin").write_bytes(b"")
-    assert torch.equal(state["step"], before)
+    assert plain.state
+    assert not is_mapped(tmp_path / "optimizer.bin")
+    assert not is_mapped(tmp_path / "optimizer_1.bin")
 
 
 def test_row_hooks_of_save_state_and_load_state(tmp_path: Path):

@@ -106,6 +106,10 @@ smoke: dist  ## install the wheel into an empty environment, and use it
 docs: $(SETUP)  ## the documentation, in site/; a link that leads nowhere fails
 	$(PY) -m sphinx -W --keep-going -q -b html docs site
 
+.PHONY: bench-trainer
+bench-trainer: $(SETUP)  ## a script with transformers' Trainer, plain and offloaded (BENCH_ARGS="--batch 4")
+	@$(PY) benchmarks/bench_trainer.py $(BENCH_ARGS)
+
 .PHONY: clean
 clean:  ## delete reports, caches and build output; environments stay
 	rm -rf .coverage* .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site .venv-smoke *.egg-info

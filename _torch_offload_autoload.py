@@ -26,6 +26,8 @@ LIGHTNING_HOOKS = {
 }
 ACCELERATE_HOOKS = {
     "accelerate.optimizer": "accelerate_offload.hooks:on_optimizer",
+    "accelerate.launchers": "accelerate_offload.hooks:on_accelerator",
+    "transformers.trainer": "accelerate_offload.hooks:on_trainer",
     "accelerate.commands.launch": "accelerate_offload.hooks:on_launch",
     "accelerate.commands.config.config_args": "accelerate_offload.hooks:on_config_args",
 }

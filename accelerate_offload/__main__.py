@@ -78,6 +78,8 @@ def main(argv: list[str]) -> None:
     elif not os.path.exists(script):
         parser.error(f"there is no script {script!r}")
 
+    if environment.refused():
+        report.switched_off("-m accelerate_offload")
     environment.export({field: value for field, value in args.items() if value is not None})
     report.arm()
     sys.argv = [script, *script_args]

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 PREFIX = "ACCELERATE_OFFLOAD_"
 SWITCH = PREFIX + "OPTIMIZER"
 
+#: Defaults that differ from those of ``OffloadConfig``: Accelerate knows the model.
+DEFAULTS = {"overlap": "auto"}
+
 _ON = frozenset({"1", "true", "yes", "on", "y", "t"})
 _OFF = frozenset({"", "0", "false", "no", "off", "n", "f"})
 
@@ -36,13 +39,18 @@ def requested() -> bool:
     return text in _ON
 
 
+def refused() -> bool:
+    """Whether the switch is there and says no, which is stronger than whatever code says."""
+    return os.environ.get(SWITCH, "").strip() != "" and not requested()
+
+
 def defaults() -> dict[str, Any]:
-    """Return each field of ``OffloadConfig`` with its default, in order."""
+    """Return each field of ``OffloadConfig`` with its default here, in order."""
     # Imported here: this module is loaded in the middle of `import accelerate`, and by the shim
     # before a script has had its chance to set what torch reads when it is imported.
     from torch_offload import OffloadConfig
 
-    return {field.name: field.default for field in fields(OffloadConfig)}
+    return {field.name: field.default for field in fields(OffloadConfig)} | DEFAULTS
 
 
 def variable(field: str) -> str:
@@ -88,7 +96,7 @@ def config_from_environment() -> OffloadConfig:
     from torch_offload import OffloadConfig
 
     field_of = {variable(field): field for field in defaults()}
-    values = {}
+    values: dict[str, Any] = dict(DEFAULTS)
     for name, value in field_variables().items():
         if name not in field_of:
             raise ValueError(
@@ -96,17 +104,21 @@ def config_from_environment() -> OffloadConfig:
                 f"{', '.join([SWITCH, *field_of])}."
             )
         check(field_of[name], value, name)
-        values[field_of[name]] = value
+        if value != "":
+            values[field_of[name]] = value
     return OffloadConfig.from_text(values)
 
 
 def export(values: Mapping[str, Any]) -> None:
     """Switch offload on for this process and its children, and set the variables of ``values``.
 
+    A switch that says no stays as it is.
+
     Args:
         values: field to value. Fields that are not given keep the variable they have.
     """
-    os.environ[SWITCH] = "true"
+    if not refused():
+        os.environ[SWITCH] = "true"
     for field, value in values.items():
         text = str(value)
         os.environ[variable(field)] = text.lower() if isinstance(value, bool) else text

@@ -11,7 +11,7 @@ import logging
 import os
 from typing import Any
 
-from . import config_file, environment
+from . import config_file, environment, report
 
 GROUP = "Optimizer Offload Arguments"
 SWITCH_FLAG = "--offload_optimizer"
@@ -93,6 +93,10 @@ def _export(args: Any, config: Any) -> None:
         if dest.startswith(_FIELD_DEST) and value is not None
     }
     on = getattr(args, _SWITCH_DEST, False) or file_is_on
+    if environment.refused():
+        if on:
+            report.switched_off(SWITCH_FLAG if not file_is_on else f"section {config_file.SECTION}")
+        return
     if not on and not environment.requested():
         if given:
             raise ValueError(f"--offload_{next(iter(given))} needs {SWITCH_FLAG} as well.")

@@ -10,7 +10,7 @@ import atexit
 import multiprocessing
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import environment
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from torch_offload import OffloadConfig
 
 _num_converted = 0
+_num_plain = 0
 _armed = False
 _is_launcher = False
+_has_forked = False
 
 
 def active(optimizer_name: str, config: OffloadConfig | None, *, is_main_process: bool) -> None:
@@ -37,6 +39,21 @@ def active(optimizer_name: str, config: OffloadConfig | None, *, is_main_process
         _say(f"optimizer offload is active: state of {optimizer_name} lives in host memory, {how}")
 
 
+def plain() -> None:
+    """Note that an optimizer was prepared and not converted."""
+    global _num_plain
+    _num_plain += 1
+
+
+def switched_off(what: str) -> None:
+    """Say that something which asks for offload has no effect.
+
+    Args:
+        what: a flag, or a name in the script.
+    """
+    _say(f"{environment.SWITCH}={os.environ[environment.SWITCH]}: {what} has no effect")
+
+
 def arm() -> None:
     """Have the end of this process warn if offload was asked for and nothing was converted."""
     global _armed
@@ -51,16 +68,51 @@ def this_is_a_launcher() -> None:
     _is_launcher = True
 
 
+def this_forks() -> None:
+    """Note that this process starts others that train; it may train as well."""
+    global _has_forked
+    _has_forked = True
+
+
 def _at_exit() -> None:
     if _num_converted or not _trains() or not _requested():
         return
     _say(
         f"WARNING: {environment.SWITCH} asked for optimizer offload, but no optimizer was "
-        "offloaded: the state stayed where it was. Only optimizers that are given to "
-        "Accelerator.prepare() after that variable was set are offloaded (Trainer does it by "
-        "itself), and none was: the script may only evaluate, may step a plain torch optimizer, "
-        "may have prepared it earlier, or DeepSpeed or Megatron-LM may own it."
+        f"offloaded: the state stayed where it was. {_why()}"
     )
+
+
+def _why() -> str:
+    rule = "Only optimizers that are given to Accelerator.prepare() are offloaded"
+    kind = _distributed_type()
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        return (
+            f"{kind} is in charge of the optimizer, and brings an offload of its own: use its "
+            f"settings, and unset {environment.SWITCH}."
+        )
+    if _num_plain:
+        return (
+            f"{rule}, and this script's was prepared before that variable was set: set it, or "
+            "build OffloadOptimizerPlugin, before prepare()."
+        )
+    if kind is None:
+        return (
+            f"{rule}, and this script builds no Accelerator: it may only evaluate, or step a plain "
+            "torch optimizer. Call torch_offload.offload(optimizer) there."
+        )
+    return (
+        f"{rule} (Trainer does it by itself), and none was: the script may only evaluate, or step "
+        "a plain torch optimizer."
+    )
+
+
+def _distributed_type() -> str | None:
+    """Return the kind of run, as Accelerate names it; None if there is no Accelerator."""
+    state: Any = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return None
+    return str(state.AcceleratorState._shared_state.get("distributed_type", "")).split(".")[-1]
 
 
 def _requested() -> bool:
@@ -79,11 +131,11 @@ def _trains() -> bool:
         return False  # `python -m accelerate.commands.launch` imports no launcher, it is one
     if os.environ.get("RANK", "0") != "0":
         return False
-    if multiprocessing.parent_process() is None:
+    if multiprocessing.parent_process() is None and not _has_forked:
         return True
-    # A spawned DataLoader worker has imported the script but trains nothing.
-    state = sys.modules.get("accelerate.state")
-    return state is not None and bool(state.is_initialized())
+    # A spawned DataLoader worker has imported the script but trains nothing, and neither does a
+    # notebook that starts processes.
+    return _distributed_type() is not None
 
 
 def _say(text: str) -> None:

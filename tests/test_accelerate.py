@@ -368,25 +368,6 @@ def test_unsupported_optimizer_is_refused_by_prepare():
         Accelerator(cpu=True).prepare(torch.optim.LBFGS(make_net().parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize(
-    ("distributed_type", "num_processes"), [("MULTI_GPU", 2), ("MULTI_CPU", 2), ("FSDP", 1)]
-)
-def test_several_processes_are_refused(
-    monkeypatch: pytest.MonkeyPatch, distributed_type: str, num_processes: int
-):
-    kind = accelerate.utils.DistributedType(distributed_type)
-    accelerator = Accelerator(cpu=True)
-    for state in (AcceleratorState._shared_state, PartialState._shared_state):
-        monkeypatch.setitem(state, "distributed_type", kind)
-        monkeypatch.setitem(state, "num_processes", num_processes)
-    switch(True)
-    bare = make_optimizer(make_net())
-    message = f"{distributed_type} with num_processes={num_processes}.*--num_processes 1"
-    with pytest.raises(NotImplementedError, match=message):
-        accelerator.prepare_optimizer(bare)
-    assert not is_offloaded(bare)
-
-
 @pytest.mark.parametrize("field", ["NUM_SLOTS", "CHUNK_SIZE", "PIN_MEMORY", "BANANAS"])
 def test_wrong_variables_are_named(field: str):
     value = {"NUM_SLOTS": "1", "CHUNK_SIZE": "12 bananas", "PIN_MEMORY": "maybe", "BANANAS": "1"}
@@ -521,7 +502,7 @@ def test_plugin_may_come_before_or_after_the_accelerator(before: bool):
     net(make_batches(1)[0]).mean().backward()
     optimizer.step()
     assert type(optimizer) is OffloadedOptimizer
-    assert optimizer.offload_config == OffloadConfig(chunk_size=1024)
+    assert optimizer.offload_config == OffloadConfig(chunk_size=1024, overlap="auto")
 
 
 def test_plugin_has_the_fields_and_sets_the_environment():
@@ -533,7 +514,7 @@ def test_plugin_has_the_fields_and_sets_the_environment():
         SWITCH: "true",
         "ACCELERATE_OFFLOAD_CHUNK_SIZE": str(2**20),
         "ACCELERATE_OFFLOAD_NUM_SLOTS": "4",
-        "ACCELERATE_OFFLOAD_OVERLAP": "step",
+        "ACCELERATE_OFFLOAD_OVERLAP": "auto",
         "ACCELERATE_OFFLOAD_GPU_BUDGET": "0",
         "ACCELERATE_OFFLOAD_PIN_MEMORY": "false",
     }
@@ -600,4 +581,4 @@ def test_lazy_names():
 def test_a_plugin_and_an_equal_config_are_the_same():
     optimizer = make_optimizer(make_net())
     offload(optimizer, OffloadOptimizerPlugin(chunk_size=1000))
-    assert offload(optimizer, OffloadConfig(chunk_size=1000)) is optimizer
+    assert offload(optimizer, OffloadConfig(chunk_size=1000, overlap="auto")) is optimizer

@@ -137,6 +137,47 @@ def test_same_bits_with_a_learning_rate_on_the_device():
     assert_on_host(other)
 
 
+# --- when the update runs --------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("overlap", ["auto", "step", "forward", "backward"])
+@pytest.mark.parametrize("num_micro", [1, 2])
+def test_same_bits_in_each_mode(overlap: str, clip: bool, num_micro: int):
+    if overlap == "backward" and clip:
+        pytest.skip("an error: test_clipping_that_begins_later_is_an_error")
+    os.environ["ACCELERATE_OFFLOAD_OVERLAP"] = overlap
+    accelerator = {"gradient_accumulation_steps": num_micro}
+    runs = [
+        start(on, accelerator=accelerator, fused=True).train(6, clip=clip)
+        for on in (False, False, True)
+    ]
+    assert_same(runs[0], runs[1])  # the control
+    assert_same(runs[0], runs[2])
+    assert_on_host(runs[2])
+    stats = offload_stats(runs[2].optimizer)
+    early = overlap == "backward" or (overlap == "auto" and not clip)
+    assert stats.num_chunks > 1
+    assert stats.num_early_chunks == (stats.num_chunks if early else 0)
+
+
+def test_clipping_that_begins_later_is_an_error():
+    run = start(True, accelerator={}, fused=True).train(3, clip=False)
+    with pytest.raises(RuntimeError, match="--offload_overlap forward"):
+        run.train(1, clip=True)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_mode_goes_on_after_load_state(tmp_path: Path, clip: bool):
+    straight = start(False, accelerator={}, fused=True).train(6, clip=clip)
+    run = start(True, accelerator={}, fused=True).train(3, clip=clip)
+    run.accelerator.save_state(str(tmp_path))
+    run.train(1, clip=clip)
+    run.accelerator.load_state(str(tmp_path))
+    run.num_done = 3
+    assert_same(straight, run.train(3, clip=clip))
+
+
 # --- checkpoints ---------------------------------------------------------------
 
 
@@ -182,7 +223,8 @@ def num_bytes(net: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in net.parameters())
 
 
-def start_big(on: bool) -> Run:
+def start_big(on: bool, overlap: str = "step") -> Run:
+    os.environ["ACCELERATE_OFFLOAD_OVERLAP"] = overlap
     return start(on, accelerator={}, net=big_net(), chunk_bytes=CHUNK_BYTES, fused=True)
 
 
@@ -229,6 +271,7 @@ def test_state_before_prepare_does_not_pass_through_the_gpu():
     for on in (False, True):
         reset()
         switch(on, CHUNK_BYTES)
+        os.environ["ACCELERATE_OFFLOAD_OVERLAP"] = "step"
         accelerator = Accelerator()
         net: Any = big_net()
         bare = make_optimizer(net, foreach=True)
@@ -257,11 +300,13 @@ def test_a_step_stays_within_its_slots():
     assert_on_host(run)
 
 
-def test_memory_is_given_back():
+@pytest.mark.parametrize("overlap", ["step", "auto"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_memory_is_given_back(overlap: str, clip: bool):
     start(True, accelerator={}).train(1)  # cuBLAS's workspace stays
     reset()
     before = allocated()
-    run = start_big(True).train(2)
+    run = start_big(True, overlap).train(3, clip=clip)
     assert allocated() > before
     run.accelerator.free_memory()
     del run

@@ -69,7 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "with_plugin.py").write_text(plugin)
     (path / "config.yaml").write_text(
         "distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: 'no'\nuse_cpu: true\n"
-        "optimizer_offload_config:\n  chunk_size: 1KiB\n  num_slots: 2\n"
+        "optimizer_offload_config:\n  chunk_size: 1KiB\n  num_slots: 2\n  overlap: forward\n"
+        "  gpu_budget: 50%\n  pin_memory: false\n"
     )
     return path
 
@@ -103,6 +104,14 @@ WAYS = {
         accelerate_launch("--offload-optimizer", "--offload-chunk-size=1KiB", "train.py"),
         {},
     ),
+    "flags-of-all-fields": (
+        accelerate_launch(
+            *("--offload_optimizer", "--offload_chunk_size=1KiB", "--offload_num_slots=2"),
+            *("--offload_overlap=forward", "--offload-gpu-budget=50%", "--offload_pin_memory=no"),
+            "train.py",
+        ),
+        {},
+    ),
     "config-file": (accelerate_launch("--config_file", "config.yaml", "train.py"), {}),
     "shim": (
         accelerate_launch("-m", "accelerate_offload", "--offload_chunk_size", "1KiB", "train.py"),
@@ -133,6 +142,11 @@ def test_unmodified_script(folder: Path, plain: dict[str, Any], way: str):
     assert "offload is active" in lines[0]
     assert "AdamW" in lines[0]
     assert "chunk_size='1KiB'" in lines[0]
+    if way in ("flags-of-all-fields", "config-file"):
+        for field in ("num_slots=2", "overlap='forward'", "gpu_budget='50%'", "pin_memory=False"):
+            assert field in lines[0]
+    else:
+        assert "overlap='auto'" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -140,40 +154,106 @@ def test_unmodified_script(folder: Path, plain: dict[str, Any], way: str):
     [
         (["train.py"], {SWITCH: "false"}),
         (["train.py"], {SWITCH: "true", "TORCH_OFFLOAD_AUTOLOAD": "0"}),
+        (["with_plugin.py"], {SWITCH: "false"}),
+        (accelerate_launch("--offload_optimizer", "train.py"), {SWITCH: "0"}),
+        (accelerate_launch("--config_file", "config.yaml", "train.py"), {SWITCH: "no"}),
+        (["-m", "accelerate_offload", "train.py"], {SWITCH: "off"}),
     ],
-    ids=["switched-off", "opted-out"],
+    ids=["switched-off", "opted-out", "plugin", "flag", "config-file", "shim"],
 )
 def test_stays_plain(folder: Path, plain: dict[str, Any], command: list[str], env: dict[str, str]):
     result, done = train(folder, command, **env)
     assert "wrapper: AcceleratedOptimizer optimizer: AdamW" in done.stdout
     assert_same_tree(plain, result)
+    if command != ["train.py"]:  # what asks for it is told that it has no effect
+        assert f"accelerate_offload: {SWITCH}={env[SWITCH]}: " in done.stderr
+        assert "has no effect" in done.stderr
+    assert "WARNING" not in done.stderr
 
 
 # --- the warning at exit -------------------------------------------------------
 
 IDLE = "from accelerate import Accelerator\nAccelerator(cpu=True)\n"
+DEEPSPEED = (
+    IDLE + "from accelerate.state import AcceleratorState, PartialState\n"
+    "from accelerate.utils import DistributedType\n"
+    "for state in (AcceleratorState, PartialState):\n"
+    "    state._shared_state['distributed_type'] = DistributedType.DEEPSPEED\n"
+)
+EARLY = (
+    "import os, torch\nfrom accelerate import Accelerator\n"
+    "Accelerator(cpu=True).prepare(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]))\n"
+    f"os.environ['{SWITCH}'] = 'true'\n"
+)
 
 
 @pytest.mark.parametrize(
-    ("script", "command", "warns"),
+    ("script", "command", "reason"),
     [
-        (IDLE + "raise SystemExit(0)", [], True),
-        ("print(1)", ["-m", "accelerate_offload"], True),  # a script without Accelerate
-        (IDLE + "raise RuntimeError('mine')", [], False),  # it has something else to say
-        (IDLE + "import accelerate.commands.launch", [], False),  # it starts others
+        (IDLE + "raise SystemExit(0)", [], "and none was: the script may only evaluate"),
+        ("print(1)", ["-m", "accelerate_offload"], "this script builds no Accelerator"),
+        (DEEPSPEED, [], f"DEEPSPEED is in charge of the optimizer.*unset {SWITCH}"),
+        (EARLY, [], "prepared before that variable was set.*OffloadOptimizerPlugin"),
+        (IDLE + "raise RuntimeError('mine')", [], None),  # it has something else to say
+        (IDLE + "import accelerate.commands.launch", [], None),  # it starts others
     ],
-    ids=["idle", "no-accelerate", "failed", "launcher"],
+    ids=["idle", "no-accelerate", "deepspeed", "early", "failed", "launcher"],
 )
-def test_warning_at_exit(tmp_path: Path, script: str, command: list[str], warns: bool):
+def test_warning_at_exit(tmp_path: Path, script: str, command: list[str], reason: str | None):
     (tmp_path / "idle.py").write_text(script)
-    done = run_python(
-        *command, "idle.py", cwd=tmp_path, check=False, ACCELERATE_OFFLOAD_OPTIMIZER="1"
-    )
+    env = {} if script == EARLY else {SWITCH: "1"}
+    done = run_python(*command, "idle.py", cwd=tmp_path, check=False, **env)
     warned = f"WARNING: {SWITCH} asked for optimizer offload, but no optimizer was" in done.stderr
-    assert warned is warns, done.stderr
-    if warns:
-        assert "Accelerator.prepare()" in done.stderr
-        assert "DeepSpeed" in done.stderr
+    assert warned is (reason is not None), done.stderr
+    if reason is not None:
+        assert re.search(reason, done.stderr), done.stderr
+
+
+NOTEBOOK = """
+import sys
+import torch
+import accelerate
+{imports}
+
+def train(folder):
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    for batch in torch.randn(6, 2, 4, 8)[:, accelerator.process_index]:
+        accelerator.backward(net(batch).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    result = [accelerator.unwrap_model(net).state_dict(), optimizer.state_dict()]
+    torch.save([type(optimizer).__name__, result], f"{{folder}}/{{accelerator.process_index}}.pt")
+
+accelerate.{launcher}(train, ("{{folder}}".format(folder=sys.argv[1]),), num_processes={number})
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("notebook_launcher", 1), ("debug_launcher", 2)], ids=lambda v: str(v)
+)
+@pytest.mark.parametrize("way", ["variable", "plugin"])
+def test_launched_from_a_notebook(tmp_path: Path, launcher: str, number: int, way: str):
+    results = {}
+    for on in (False, True):
+        folder = tmp_path / str(on)
+        folder.mkdir()
+        imports = PLUGIN.format("chunk_size='1KiB'") if on and way == "plugin" else ""
+        text = NOTEBOOK.format(imports=imports, launcher=launcher, number=number)
+        (folder / "book.py").write_text(text)
+        env = {SWITCH: "true", "ACCELERATE_OFFLOAD_CHUNK_SIZE": "1KiB"}
+        env = env if on and way == "variable" else {}
+        done = run_python("book.py", ".", cwd=folder, **env)
+        files = [folder / f"{rank}.pt" for rank in range(number)]
+        results[on] = [torch.load(file, weights_only=True) for file in files]
+        assert done.stderr.count("offload is active") == on, done.stderr
+        assert "WARNING" not in done.stderr
+    for plain, other in zip(results[False], results[True], strict=True):
+        assert [plain[0], other[0]] == ["AcceleratedOptimizer", "OffloadedOptimizer"]
+        assert_same_tree(plain[1], other[1])
 
 
 def test_no_warning_from_workers_and_the_launcher_as_a_module(tmp_path: Path):
@@ -314,6 +394,22 @@ def test_importing_the_package_imports_neither_torch_nor_accelerate(tmp_path: Pa
         "assert not {'torch', 'accelerate'} & set(sys.modules), 'heavy'"
     )
     run_python("-c", code, cwd=tmp_path, **NO_AUTOLOAD)
+
+
+def test_nothing_is_imported_for_those_who_do_not_ask(tmp_path: Path):
+    """The core takes longer to import than the launcher may be slowed down by."""
+    code = (
+        "import sys, torch, accelerate, accelerate.commands.launch as launch\n"
+        "assert 'torch_offload' not in sys.modules\n"
+        "parser = launch.launch_command_parser()\n"
+        "assert '--offload_optimizer' in parser._option_string_actions\n"
+        "own = {name for name in sys.modules if name.startswith('torch_offload')}\n"
+        "assert own == {'torch_offload', 'torch_offload.config', 'torch_offload.residency'}, own\n"
+        "net = torch.nn.Linear(2, 2)\n"
+        "accelerate.Accelerator(cpu=True).prepare(net, torch.optim.SGD(net.parameters()))\n"
+        "assert 'torch_offload.core' not in sys.modules\n"
+    )
+    run_python("-c", code, cwd=tmp_path)
 
 
 # --- the flags ---------------------------------------------------------------------

@@ -6,21 +6,29 @@ those of the plain optimizer::
 
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     offload(optimizer)          # converts in place, returns the same object
+
+Names are imported when they are first used: a launcher that only wants the settings must not wait
+for the rest.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .config import OffloadConfig
-from .optimizer import (
-    attach_model,
-    is_offloaded,
-    last_microbatch,
-    offload,
-    offload_stats,
-    prefetch,
-    synchronize,
-    timeline,
-    unoffload,
-)
-from .stats import OffloadStats
+
+if TYPE_CHECKING:
+    from .optimizer import (
+        attach_model,
+        is_offloaded,
+        last_microbatch,
+        offload,
+        offload_stats,
+        prefetch,
+        synchronize,
+        timeline,
+        unoffload,
+    )
+    from .stats import OffloadStats
 
 __all__ = [
     "OffloadConfig",
@@ -35,3 +43,15 @@ __all__ = [
     "timeline",
     "unoffload",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(".stats" if name == "OffloadStats" else ".optimizer", __name__)
+    globals()[name] = getattr(home, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

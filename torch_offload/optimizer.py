@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -91,6 +91,36 @@ def attach_model(optimizer: object, model: torch.nn.Module) -> None:
         ValueError: ``optimizer`` is not offloaded.
     """
     _core(_unwrap(optimizer)).attach(model)
+
+
+def set_overlap(optimizer: object, overlap: str) -> None:
+    """Let later steps update their chunks at another time. State stays where it is.
+
+    Args:
+        optimizer: an offloaded optimizer, or a framework's wrapper of one, between two steps.
+        overlap: as in :class:`OffloadConfig`.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded, or there is no such overlap.
+        RuntimeError: ``backward()`` has updated parameters, and ``step()`` was not called yet.
+    """
+    core = _core(_unwrap(optimizer))
+    config = replace(core.config, overlap=overlap)
+    if config != core.config:
+        core.check_between_steps("set_overlap() was called")
+        core.set_overlap(config)
+
+
+def expected_state_bytes(optimizer: object) -> int:
+    """Return the bytes of state that travel, as they are or as the first update will make them.
+
+    Of DTensors it counts the local tensors; what only the first update can tell counts as 0.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    with outside_autograd():
+        return _core(_unwrap(optimizer)).planner.expected_bytes()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -15,6 +16,7 @@ from training import assert_same
 from torch_offload import (
     OffloadConfig,
     expected_state_bytes,
+    finish,
     offload,
     offload_stats,
     set_overlap,
@@ -75,6 +77,62 @@ def test_in_the_middle_of_a_step_and_for_no_overlap_it_is_refused() -> None:
     set_overlap(optimizer, "step")
     with pytest.raises(ValueError, match="is not offloaded"):
         set_overlap(torch.optim.AdamW(net.parameters()), "step")
+
+
+@pytest.mark.parametrize("overlap", MODES)
+def test_after_finish_the_model_can_be_moved_and_training_goes_on(
+    device: torch.device, overlap: str
+) -> None:
+    runs: list[Any] = []
+    for wanted in (None, overlap):
+        net = make_net(device)
+        optimizer = torch.optim.AdamW(net.parameters())
+        if wanted:
+            offload(optimizer, OffloadConfig(chunk_size=10_000, overlap=wanted), model=net)
+        train(net, optimizer, range(4))
+        net(torch.ones(2, 32, device=device)).sum().backward()
+        optimizer.step()  # and no zero_grad()
+        if wanted:
+            finish(optimizer)
+        net.cpu().to(device)
+        optimizer.zero_grad()
+        train(net, optimizer, range(4, 9))
+        runs.append((list(net.parameters()), optimizer))
+    assert_same(*runs)
+
+
+def test_finish_gives_the_device_memory_of_the_slots_back() -> None:
+    net = make_net(torch.device("cpu"))
+    optimizer = offload(
+        torch.optim.AdamW(net.parameters()), OffloadConfig(chunk_size=10_000, overlap="backward")
+    )
+    train(net, optimizer, range(3))
+    (pipeline,) = optimizer._offload_core.pipelines.values()
+    assert pipeline._kept or optimizer._offload_core.overlap._run is not None
+    finish(optimizer)
+    assert not pipeline._kept
+    assert optimizer._offload_core.overlap._run is None
+    assert all(train(net, optimizer, range(3, 5)))
+
+
+def test_finish_in_the_middle_of_a_step_gives_it_up() -> None:
+    net = make_net(torch.device("cpu"))
+    optimizer = offload(
+        torch.optim.AdamW(net.parameters()), OffloadConfig(chunk_size=10_000, overlap="backward")
+    )
+    train(net, optimizer, range(3))
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    net(torch.ones(2, 32)).sum().backward()
+    finish(optimizer)
+    net.cpu()
+    with pytest.warns(UserWarning, match="training ended between backward"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"training ended between backward.*Load a checkpoint"):
+        optimizer.step()
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    train(net, optimizer, range(3, 5))
 
 
 def test_the_state_that_there_will_be(device: torch.device) -> None:

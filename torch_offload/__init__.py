@@ -12,6 +12,7 @@ from .config import OffloadConfig
 from .optimizer import (
     attach_model,
     expected_state_bytes,
+    finish,
     is_offloaded,
     last_microbatch,
     offload,
@@ -29,6 +30,7 @@ __all__ = [
     "OffloadStats",
     "attach_model",
     "expected_state_bytes",
+    "finish",
     "is_offloaded",
     "last_microbatch",
     "offload",

@@ -24,6 +24,7 @@ from .distributed import local, wrapped, wrapping
 from .placement import travels
 from .recording import Timeline
 from .refusals import check_step_attribute
+from .spent import is_spent
 from .standin import outside_autograd
 from .stats import OffloadStats
 
@@ -194,6 +195,30 @@ def last_microbatch(optimizer: object) -> AbstractContextManager[None]:
     """
     overlap = _core(_unwrap(optimizer)).overlap
     return nullcontext() if overlap is None else overlap.last_microbatch()
+
+
+def finish(optimizer: object) -> None:
+    """After training, or when it was interrupted: leave model and state as others expect them.
+
+    Waits for all updates and copies, and gives the slots back. Gradients that updates beside
+    backward have used become ``None``, so that the model can be moved. A step that ``backward()``
+    has begun and that will not be ended is given up: the parameters can be used, and further steps
+    are refused until a checkpoint is loaded. Otherwise training can go on at any time.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    core = _core(_unwrap(optimizer))
+    if core.overlap is not None:
+        core.overlap.finish()
+    core.distrust()
+    core.synchronize()
+    for pipeline in core.pipelines.values():
+        pipeline.give_up_slots()
+    for group in core.optimizer.param_groups:
+        for param in group["params"]:
+            if is_spent(param.grad):
+                param.grad = None
 
 
 def unoffload(optimizer: O) -> O:

@@ -1,159 +1,89 @@
-"""What the four strategies share: configuration, device, and where optimizers are converted.
+"""What all strategies share: configuration, and the conversion of the user's optimizers.
 
 All the offloading is in the converted optimizer, whose ``state_dict()`` waits for copies in flight
 and whose ``load_state_dict()`` fills host memory: saving needs nothing from a strategy. It converts
-the optimizer, and keeps Lightning from moving the state to the GPU.
+the optimizer, tells it of the model, and keeps Lightning from moving the state to the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from torch_offload import OffloadConfig, is_offloaded, offload, synchronize
+from torch_offload import OffloadConfig, attach_model, is_offloaded, offload, set_overlap
 
+from .overlap import Choice
 from .registry import STRATEGY_NAME
+from .summary import summary
 
-# Mixed into the SingleDeviceStrategy of either mirror; for the type checker it could be any class.
-_Strategy: Any = object
+# Mixed into the strategies of either mirror; for the type checker it could be any class.
+Strategy: Any = object
+
+#: Versions of Lightning, without the last number, that the tests pass with.
+TESTED = ("2.5", "2.6")
+_warned: set[str] = set()
+#: Optimizers that strategies have converted; one of the user's own keeps its config.
+_converted: WeakSet[Optimizer] = WeakSet()
 
 
-class OffloadMixin(_Strategy):  # type: ignore[misc]
-    """Configuration and device of a strategy for one device.
+class OffloadMixin(Strategy):  # type: ignore[misc]
+    """Configuration of a strategy, and the conversion of optimizers.
 
-    Args:
-        chunk_size: bytes of optimizer state that travel together, an int or ``"512MiB"``.
-        num_slots: device buffers of one chunk each, at least 2.
-        overlap: when chunks are updated: ``"step"``, ``"backward"``, ``"forward"`` or ``"auto"``.
-        gpu_budget: state that stays on the device: bytes, ``"8GiB"``, ``"50%"`` or ``"auto"``.
-        pin_memory: keep host state in page-locked memory.
-
-    Raises:
-        ValueError: a value is out of range, or the Trainer or Fabric has several devices or nodes.
+    Attributes:
+        offload_config: what the user chose.
     """
 
     strategy_name = STRATEGY_NAME
+    offload_config: OffloadConfig
 
-    def __init__(
-        self,
-        *,
-        chunk_size: int | str = OffloadConfig.chunk_size,
-        num_slots: int = OffloadConfig.num_slots,
-        overlap: str = OffloadConfig.overlap,
-        gpu_budget: int | str = OffloadConfig.gpu_budget,
-        pin_memory: bool = OffloadConfig.pin_memory,
-    ) -> None:
-        super().__init__()
-        self.offload_config = OffloadConfig(
-            chunk_size=chunk_size,
-            num_slots=num_slots,
-            overlap=overlap,
-            gpu_budget=gpu_budget,
-            pin_memory=pin_memory,
-        )
-        self._announced = False
+    def _configure(self, config: OffloadConfig) -> None:
+        """Keep the user's choices; constructors call it."""
+        self.offload_config = config
+        self._said: set[str] = set()
+        _warn_if_untested(type(self))
 
-    @property
-    def parallel_devices(self) -> None:
-        """Always None, so that every Trainer or Fabric assigns the devices that it resolved.
+    def _offload(self, optimizer: Optimizer, choice: Choice, model: torch.nn.Module | None) -> None:
+        """Convert the user's optimizer in place, and say once what that means.
 
-        Lightning builds a strategy that is given by name without a device, and a single-device
-        strategy would stay on the CPU.
+        Args:
+            optimizer: plain, or converted earlier: by a fit, or by the user, whose config it keeps.
+            choice: when chunks are updated.
+            model: what is called in training, DistributedDataParallel included.
         """
-        return None
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
-        if len(devices) != 1:
-            raise ValueError(
-                f'strategy="{STRATEGY_NAME}" got {len(devices)} devices '
-                f"({', '.join(map(str, devices))}). It trains on one device; several are not "
-                "supported yet. Use devices=1, or devices=[1] for the GPU with index 1."
-            )
-        self._root_device = devices[0]
-
-    @property
-    def num_nodes(self) -> int:
-        """Always 1."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise ValueError(
-                f'strategy="{STRATEGY_NAME}" got num_nodes={num_nodes}. It trains on one device; '
-                "several are not supported yet. Use num_nodes=1."
-            )
-
-    _num_nodes = num_nodes  # the name that Fabric assigns to
-
-    def _offload(self, optimizer: Optimizer, model: torch.nn.Module | None = None) -> None:
-        """Convert the user's optimizer in place, and say so the first time."""
         name = type(optimizer).__name__.removeprefix("Offloaded")
-        offload(optimizer, self.offload_config, model=model)
-        if not self._announced:
-            self._announced = True
-            rank_zero_info(
-                f"{STRATEGY_NAME}: the state of {name} lives in host memory "
-                f"(device {self.root_device}, {self.offload_config})"
-            )
+        config = replace(self.offload_config, overlap=choice.overlap)
+        if not is_offloaded(optimizer):
+            offload(optimizer, config)
+            _converted.add(optimizer)
+        elif optimizer in _converted:
+            set_overlap(optimizer, choice.overlap)
+            offload(optimizer, config)  # refuses other sizes than those that it has
+        if model is not None:
+            attach_model(optimizer, model)
+        if optimizer in _converted:
+            self._say(summary(optimizer, name, self.root_device, config, choice.reason))
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_info(f"{STRATEGY_NAME}: {text}")
 
 
-class TrainerOffloadMixin(OffloadMixin):
-    """What a Trainer's strategy does around optimizers."""
-
-    model: Any
-
-    def setup(self, trainer: Any) -> None:
-        """Do what a single-device strategy does, but leave optimizer state where it is.
-
-        Lightning's method ends by moving the state of every optimizer to the root device.
-        """
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        self.model = self._setup_model(self.model)
-        if trainer.state.fn == "fit":
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers, converted. Lightning and callbacks assign them several times."""
-        return super().optimizers  # type: ignore[no-any-return]
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        for optimizer in optimizers:
-            # Lightning puts a mock in the place of an optimizer that a module does not have.
-            if type(optimizer).__name__ != "_MockOptimizer":
-                self._offload(optimizer, self.model)
-        # After the conversion: Lightning's proxies derive from the optimizer's class.
-        super(TrainerOffloadMixin, type(self)).optimizers.__set__(self, optimizers)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load into host memory. Lightning's method moves the loaded state to the root device."""
-        states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            optimizer.load_state_dict(state)
-
-    def teardown(self) -> None:
-        """Wait for copies in flight before the model leaves the GPU."""
-        for optimizer in self.optimizers:
-            if is_offloaded(optimizer):
-                synchronize(optimizer)
-        super().teardown()
-
-
-class FabricOffloadMixin(OffloadMixin):
-    """What a Fabric's strategy does around optimizers."""
-
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Convert the optimizer in place and return it."""
-        optimizer = super().setup_optimizer(optimizer)
-        self._offload(optimizer)
-        return optimizer
+def _warn_if_untested(cls: type[Any]) -> None:
+    """Warn once of a Lightning that nobody has tried this with."""
+    packages = [base.__module__.partition(".")[0] for base in cls.__mro__]
+    package = next(
+        p for p in packages if p in ("lightning", "pytorch_lightning", "lightning_fabric")
+    )
+    version = str(getattr(sys.modules[package], "__version__", "unknown"))
+    if ".".join(version.split(".")[:2]) not in TESTED and package not in _warned:
+        _warned.add(package)
+        rank_zero_warn(
+            f"{STRATEGY_NAME} was tested with {package} {' and '.join(TESTED)}, not with {version}."
+        )

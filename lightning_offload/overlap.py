@@ -134,7 +134,7 @@ def _readers(trainer: Any, module: Any, strategy: Any) -> Iterator[Reader]:
                 yield Reader(f"{kind} has {name}")
         if kind == "BatchSizeFinder":
             yield Reader("BatchSizeFinder goes on after a backward that ran out of memory")
-    environment = getattr(strategy, "cluster_environment", None)
+    environment = trainer._accelerator_connector.cluster_environment
     if getattr(environment, "auto_requeue", False):
         yield Reader("SLURM may ask for a checkpoint in the middle of a backward")
 

@@ -68,7 +68,7 @@ def test_class_path_and_init_args(tmp_path: Path, package: str, module: str) -> 
     done = run(tmp_path, with_class(chunk_size="128KiB", num_slots=2), package)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        f"RAN {module} OffloadConfig(chunk_size='128KiB', num_slots=2, overlap='step', "
+        f"RAN {module} OffloadConfig(chunk_size='128KiB', num_slots=2, overlap='auto', "
         "gpu_budget=0, pin_memory=True) OffloadedAdamW"
     ) in done.stdout
     # the configuration that Lightning writes beside the run names the class and every parameter
@@ -77,7 +77,7 @@ def test_class_path_and_init_args(tmp_path: Path, package: str, module: str) -> 
     assert written["init_args"] == {
         "chunk_size": "128KiB",
         "num_slots": 2,
-        "overlap": "step",
+        "overlap": "auto",
         "gpu_budget": 0,
         "pin_memory": True,
     }

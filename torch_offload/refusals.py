@@ -57,8 +57,8 @@ def check_memory(param: torch.Tensor) -> None:
     if getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_flat_param", False):
         raise NotImplementedError(
             "a parameter belongs to FullyShardedDataParallel (FSDP1), which puts other memory "
-            "under it in every forward. Use FSDP2 (torch.distributed.fsdp.fully_shard); with Lightning, "
-            'strategy="offload_optimizer_fsdp".'
+            "under it in every forward. Use FSDP2 (torch.distributed.fsdp.fully_shard); with "
+            'Lightning, strategy="offload_optimizer_fsdp".'
         )
     own = local(param)
     if own.layout is not torch.strided:

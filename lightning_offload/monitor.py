@@ -67,10 +67,13 @@ class MonitorMixin(_Callback):  # type: ignore[misc]
         device = trainer.strategy.root_device
         if device.type not in ("cpu", "mps"):
             hidden["peak_gpu_bytes"] = torch.accelerator.max_memory_allocated(device)
-        for figures, prog_bar in ((shown, self._prog_bar), (hidden, False)):
-            # float64: a float32 does not hold all bytes
-            named = {
-                f"offload/{name}": torch.tensor(float(value), dtype=torch.float64)
-                for name, value in figures.items()
-            }
-            pl_module.log_dict(named, prog_bar=prog_bar, on_step=True, on_epoch=False, batch_size=1)
+        figures = {f"offload/{name}": float(value) for name, value in (shown | hidden).items()}
+        # Directly, as Lightning's own monitors do: `log` would repeat old figures in between.
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+        )
+        if self._prog_bar:
+            seconds = {f"offload/{name}": float(value) for name, value in shown.items()}
+            pl_module.log_dict(seconds, prog_bar=True, logger=False, batch_size=1)

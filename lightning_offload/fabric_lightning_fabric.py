@@ -1,12 +1,25 @@
-"""The strategy for Fabric of `lightning_fabric`."""
+"""The strategies for Fabric of `lightning_fabric`."""
 
+from lightning_fabric.strategies.ddp import DDPStrategy
+from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 
-from .mixins import FabricOffloadMixin
+from .fabric import FabricDDP, FabricFSDP, FabricSingleDevice
 
 
-class OffloadOptimizerFabricStrategy(FabricOffloadMixin, SingleDeviceStrategy):
-    """Trains on one device with optimizer state in host memory.
+class OffloadOptimizerFabricDDPStrategy(FabricDDP, DDPStrategy):
+    """See `FabricDDP`, which says what the arguments are."""
 
-    Arguments are the fields of `torch_offload.OffloadConfig`.
+
+class OffloadOptimizerFabricFSDPStrategy(FabricFSDP, ModelParallelStrategy):
+    """See `FabricFSDP`, which says what the arguments are."""
+
+
+class OffloadOptimizerFabricStrategy(FabricSingleDevice, SingleDeviceStrategy):
+    """Trains on one device with optimizer state in host memory; with several as the DDP strategy.
+
+    Arguments are the fields of `torch_offload.OffloadConfig`; ``overlap="auto"``, the default, is
+    ``"step"``.
     """
+
+    parallel_class = OffloadOptimizerFabricDDPStrategy

@@ -1,12 +1,28 @@
-"""The strategy for the Trainer of `lightning.pytorch`."""
+"""The strategies for the Trainer of `lightning.pytorch`, and its callback."""
 
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from .mixins import TrainerOffloadMixin
+from .monitor import MonitorMixin
+from .trainer_devices import TrainerDDP, TrainerFSDP, TrainerSingleDevice
 
 
-class OffloadOptimizerStrategy(TrainerOffloadMixin, SingleDeviceStrategy):
-    """Trains on one device with optimizer state in host memory.
+class OffloadOptimizerDDPStrategy(TrainerDDP, DDPStrategy):
+    """See `TrainerDDP`, which says what the arguments are."""
 
-    Arguments are the fields of `torch_offload.OffloadConfig`.
+
+class OffloadOptimizerFSDPStrategy(TrainerFSDP, ModelParallelStrategy):
+    """See `TrainerFSDP`, which says what the arguments are."""
+
+
+class OffloadOptimizerStrategy(TrainerSingleDevice, SingleDeviceStrategy):
+    """Trains on one device with optimizer state in host memory; with several as the DDP strategy.
+
+    Arguments are the fields of `torch_offload.OffloadConfig`; ``overlap`` is ``"auto"`` by default.
     """
+
+    parallel_class = OffloadOptimizerDDPStrategy
+
+
+class OffloadMonitor(MonitorMixin, Callback):
+    """See `MonitorMixin`, which says what the arguments are."""

@@ -135,6 +135,8 @@ def start_fabric(
     """
     defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
     fabric = package.Fabric(strategy=strategy, **(defaults | options))
+    if fabric.world_size > 1 and os.environ.get("LT_CLI_USED") != "1":
+        fabric.launch()
     net = make_net() if net is None else net
     user_optimizer = make_optimizer(net)
     schedule = make_scheduler(user_optimizer)

@@ -8,13 +8,13 @@ import pickle
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning_cases as cases
 import pytest
 import torch
 
-import lightning_offload.mixins
+import lightning_offload.strategy
+import lightning_offload.trainer
 from torch_offload import OffloadConfig, is_offloaded, offload, offload_stats
 
 pytestmark = cases.QUIET
@@ -65,7 +65,7 @@ def test_the_string_builds_the_class_with_default_configuration(
 ) -> None:
     trainer = cases.make_trainer(pl, "offload_optimizer")
     assert type(trainer.strategy) is strategy_class
-    assert trainer.strategy.offload_config == OffloadConfig()
+    assert trainer.strategy.offload_config == OffloadConfig(overlap="auto")
     assert trainer.strategy.root_device == torch.device("cpu")
     assert trainer.world_size == 1
 
@@ -193,20 +193,6 @@ def test_setup_leaves_present_state_where_it_is(
         assert all(after[key] is before[key] for key in before)
 
 
-def test_setup_makes_the_calls_of_lightnings(pl: Any, strategy_class: Any) -> None:
-    """Ours leaves out the move of optimizer state, and nothing that a new Lightning may add."""
-    for fn in pl.trainer.states.TrainerFn:
-        calls = []
-        for cls in (pl.strategies.SingleDeviceStrategy, strategy_class):
-            strategy, trainer = mock.MagicMock(), mock.MagicMock()
-            strategy.optimizers = []
-            trainer.state.fn = fn
-            cls.setup(strategy, trainer)
-            calls.append([(name, len(args)) for name, args, _ in strategy.mock_calls])
-        assert calls[0] == calls[1]
-        assert len(calls[0]) == (6 if fn == "fit" else 5)
-
-
 def test_loading_fills_host_state_in_place(
     pl: Any, strategy_class: Any, used_optimizer: torch.optim.Optimizer
 ) -> None:
@@ -234,7 +220,7 @@ def test_teardown_waits_before_the_model_leaves_and_moves_nothing(
     trainer.strategy.setup(trainer)
     before = state_tensors(used_optimizer)
     events: list[Any] = []
-    monkeypatch.setattr(lightning_offload.mixins, "synchronize", events.append)
+    monkeypatch.setattr(lightning_offload.trainer, "finish", events.append)
     monkeypatch.setattr(trainer.lightning_module, "cpu", lambda: events.append("cpu"))
     trainer.strategy.teardown()
 
@@ -331,12 +317,12 @@ def test_one_line_says_that_offload_is_active(
     pl: Any, strategy_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(lightning_offload.mixins, "rank_zero_info", lines.append)
+    monkeypatch.setattr(lightning_offload.strategy, "rank_zero_info", lines.append)
     cases.fit(pl, strategy_class(chunk_size="1MiB"), 1)
     assert lines == [
-        "offload_optimizer: the state of AdamW lives in host memory "
-        "(device cpu, OffloadConfig(chunk_size='1MiB', num_slots=3, overlap='step', gpu_budget=0, "
-        "pin_memory=True))"
+        "offload_optimizer: AdamW, overlap='forward' (gradient_clip_val=0.05 clips gradients). "
+        "Parameters are on cpu, whose memory is the host's: offload is a pass-through there and "
+        "saves nothing."
     ]
 
 
@@ -379,18 +365,54 @@ def test_every_trainer_gives_a_strategy_its_device(
         assert strategy.root_device == torch.device("cuda", index)
 
 
-@pytest.mark.parametrize("devices", [2, "auto", [0, 1]], ids=str)
-def test_two_devices_are_refused(pl: Any, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "num_nodes"),
+    [({"devices": 2}, 1), ({"devices": "auto"}, 1), ({"devices": [0, 1]}, 1), ({"devices": 1}, 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("given", ["name", "object"])
+def test_with_several_devices_or_nodes_it_is_the_one_for_ddp(
+    pl: Any,
+    strategy_class: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    num_nodes: int,
+    given: str,
+) -> None:
     mocked_gpus(pl, monkeypatch, 2)
-    with pytest.raises(ValueError, match=r"got 2 devices \(cuda:0, cuda:1\).*Use devices=1"):
-        pl.Trainer(strategy="offload_optimizer", accelerator="gpu", devices=devices, logger=False)
+    strategy = strategy_class(num_slots=4) if given == "object" else "offload_optimizer"
+    options = {"accelerator": "gpu", "logger": False, "num_nodes": num_nodes, **options}
+    trainer, plain = (
+        pl.Trainer(strategy=kind, precision="bf16-mixed", **options) for kind in (strategy, "auto")
+    )
+    ours = trainer.strategy
+    assert type(ours) is strategy_class.parallel_class
+    assert isinstance(ours, pl.strategies.DDPStrategy)
+    assert ours.offload_config == OffloadConfig(
+        num_slots=4 if given == "object" else 3, overlap="auto"
+    )
+    assert trainer.world_size == plain.world_size == 2
+    for name in ("parallel_devices", "num_nodes", "root_device", "_start_method"):
+        assert getattr(ours, name) == getattr(plain.strategy, name), name
+    assert type(ours.launcher) is type(plain.strategy.launcher)
+    assert type(ours.cluster_environment) is type(plain.strategy.cluster_environment)
+    assert type(ours.precision_plugin) is type(plain.strategy.precision_plugin)
+    assert ours.precision_plugin is trainer.precision_plugin
+    assert ours.accelerator is trainer.accelerator
+    assert trainer._accelerator_connector.is_distributed
 
 
-def test_two_cpu_processes_and_two_nodes_are_refused(pl: Any) -> None:
-    with pytest.raises(ValueError, match="got 2 devices"):
-        cases.make_trainer(pl, "offload_optimizer", devices=2)
-    with pytest.raises(ValueError, match=r"got num_nodes=2.*Use num_nodes=1"):
-        cases.make_trainer(pl, "offload_optimizer", num_nodes=2)
+def test_at_a_prompt_processes_are_forked(
+    pl: Any, strategy_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    trainer = cases.make_trainer(pl, "offload_optimizer", devices=2)
+    assert trainer.strategy._start_method == "fork"
+
+
+def test_sync_batchnorm_is_handed_on(pl: Any) -> None:
+    trainer = cases.make_trainer(pl, "offload_optimizer", devices=2, sync_batchnorm=True)
+    assert type(trainer.strategy._layer_sync).__name__ == "TorchSyncBatchNorm"
 
 
 # Bad input
@@ -406,7 +428,7 @@ def test_constructor_arguments_are_the_fields_of_the_configuration(strategy_clas
     parameters = inspect.signature(strategy_class).parameters.values()
     assert {p.name: p.default for p in parameters} == {
         f.name: f.default for f in fields(OffloadConfig)
-    }
+    } | {"overlap": "auto"}
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters)
 
 
@@ -420,6 +442,6 @@ def test_bad_arguments_name_themselves(strategy_class: Any) -> None:
 
 
 def test_strategies_pickle(strategy_class: Any) -> None:
-    strategy = pickle.loads(pickle.dumps(strategy_class(num_slots=4)))
+    strategy = pickle.loads(pickle.dumps(strategy_class(num_slots=4, overlap="step")))
     assert type(strategy) is strategy_class
     assert strategy.offload_config == OffloadConfig(num_slots=4)

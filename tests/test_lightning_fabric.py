@@ -10,7 +10,7 @@ import lightning_cases as cases
 import pytest
 import torch
 
-import lightning_offload.mixins
+import lightning_offload.strategy
 from torch_offload import OffloadConfig, is_offloaded, offload_stats
 
 pytestmark = cases.QUIET
@@ -107,7 +107,7 @@ def test_the_string_and_the_environment_variable_build_the_class(
 ) -> None:
     run = cases.start_fabric(package, "offload_optimizer")
     assert type(run["fabric"].strategy) is strategy_class
-    assert run["fabric"].strategy.offload_config == OffloadConfig()
+    assert run["fabric"].strategy.offload_config == OffloadConfig(overlap="auto")
     monkeypatch.setenv("LT_STRATEGY", "offload_optimizer")
     assert type(package.Fabric(accelerator="cpu", devices=1).strategy) is strategy_class
 
@@ -116,13 +116,13 @@ def test_one_line_says_that_offload_is_active(
     package: Any, strategy_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(lightning_offload.mixins, "rank_zero_info", lines.append)
+    monkeypatch.setattr(lightning_offload.strategy, "rank_zero_info", lines.append)
     run = cases.start_fabric(package, strategy_class(chunk_size="1MiB"))
     run["fabric"].setup_optimizers(cases.make_optimizer(cases.make_net()))
     assert lines == [
-        "offload_optimizer: the state of AdamW lives in host memory "
-        "(device cpu, OffloadConfig(chunk_size='1MiB', num_slots=3, overlap='step', gpu_budget=0, "
-        "pin_memory=True))"
+        "offload_optimizer: AdamW, overlap='step' (Fabric does not know the loop; \"forward\" and "
+        '"backward" can be asked for). Parameters are on cpu, whose memory is the host\'s: offload '
+        "is a pass-through there and saves nothing."
     ]
 
 
@@ -141,16 +141,25 @@ def test_the_root_device_is_the_one_asked_for(
     assert fabric.device == torch.device("cuda", index)
 
 
-def test_several_devices_and_nodes_are_refused(
-    package: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "options", [{"devices": 2}, {"devices": "auto"}, {"devices": 1, "num_nodes": 2}], ids=str
+)
+def test_with_several_devices_or_nodes_it_is_the_one_for_ddp(
+    package: Any, strategy_class: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     mocked_gpus(package, monkeypatch, 2)
-    with pytest.raises(ValueError, match=r"got 2 devices \(cuda:0, cuda:1\).*Use devices=1"):
-        package.Fabric(strategy="offload_optimizer", accelerator="cuda", devices=2)
-    with pytest.raises(ValueError, match="got 2 devices"):
-        package.Fabric(strategy="offload_optimizer", accelerator="cpu", devices=2)
-    with pytest.raises(ValueError, match="got num_nodes=2"):
-        package.Fabric(strategy="offload_optimizer", accelerator="cpu", devices=1, num_nodes=2)
+    fabric, plain = (
+        package.Fabric(strategy=kind, accelerator="cuda", precision="bf16-mixed", **options)
+        for kind in ("offload_optimizer", "ddp")
+    )
+    ours = fabric.strategy
+    assert type(ours) is strategy_class.parallel_class
+    assert ours.offload_config == OffloadConfig(overlap="auto")
+    assert fabric.world_size == plain.world_size == 2
+    for name in ("parallel_devices", "num_nodes", "root_device", "_start_method"):
+        assert getattr(ours, name) == getattr(plain.strategy, name), name
+    for name in ("launcher", "cluster_environment", "precision", "accelerator"):
+        assert type(getattr(ours, name)) is type(getattr(plain.strategy, name)), name
 
 
 def test_an_unsupported_optimizer_is_refused_at_setup(package: Any) -> None:

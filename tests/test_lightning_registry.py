@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,14 +21,47 @@ CLASSES = {
 }
 
 
+_KINDS = {
+    "": ("", "SingleDeviceStrategy"),
+    "_ddp": ("DDP", "DDPStrategy"),
+    "_ddp_find_unused_parameters_true": ("DDP", "DDPStrategy"),
+    "_ddp_spawn": ("DDP", "DDPStrategy"),
+    "_fsdp": ("FSDP", "ModelParallelStrategy"),
+}
+NAMES = {
+    f"{name}{suffix}": kind
+    for name in ("offload_optimizer", "optstate_host")
+    for suffix, kind in _KINDS.items()
+}
+
+
 @pytest.mark.parametrize("package", CLASSES)
 def test_registering_twice_changes_nothing(package: str) -> None:
     strategies = importlib.import_module(f"{package}.strategies")
     attribute = "StrategyRegistry" if package in cases.TRAINERS else "STRATEGY_REGISTRY"
-    entry = getattr(strategies, attribute)["offload_optimizer"]
+    before = dict(getattr(strategies, attribute))
     registry.on_strategies(strategies)
-    assert getattr(strategies, attribute)["offload_optimizer"] is entry
-    assert entry["description"]
+    assert dict(getattr(strategies, attribute)) == before
+    names = {name for name in before if name.startswith(("offload_optimizer", "optstate_host"))}
+    assert names == set(NAMES)
+    assert all(before[name]["description"] for name in names)
+
+
+@pytest.mark.parametrize("package", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_builds_its_class(package: str, name: str) -> None:
+    strategies = importlib.import_module(f"{package}.strategies")
+    attribute = "StrategyRegistry" if package in cases.TRAINERS else "STRATEGY_REGISTRY"
+    strategy = getattr(strategies, attribute).get(name)
+    short, base = NAMES[name]
+    module, class_name = CLASSES[package]
+    assert type(strategy).__module__ == f"lightning_offload.{module}"
+    assert type(strategy).__name__ == class_name.replace("Strategy", f"{short}Strategy")
+    assert isinstance(strategy, getattr(strategies, base))
+    assert getattr(strategy, "_start_method", "popen") == ("spawn" if "spawn" in name else "popen")
+    unused = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters", False)
+    assert unused == ("find_unused" in name)
+    assert pickle.loads(pickle.dumps(strategy)).offload_config == strategy.offload_config
 
 
 def test_a_reload_of_a_registry_does_not_lose_the_name() -> None:
@@ -59,6 +93,11 @@ def test_each_mirror_has_a_class_of_its_own_that_its_base_knows(package: str) ->
         (["lightning.pytorch", "pytorch_lightning"], "OffloadOptimizerStrategy", 0),
         (["pytorch_lightning", "lightning"], "OffloadOptimizerStrategy", 1),
         ([], "OffloadOptimizerStrategy", 0),
+        (["pytorch_lightning"], "OffloadOptimizerDDPStrategy", 1),
+        (["pytorch_lightning"], "OffloadOptimizerFSDPStrategy", 1),
+        (["pytorch_lightning"], "OffloadMonitor", 1),
+        (["lightning_fabric"], "OffloadOptimizerFabricDDPStrategy", 3),
+        (["lightning.fabric"], "OffloadOptimizerFabricFSDPStrategy", 2),
         (["lightning.fabric", "lightning_fabric"], "OffloadOptimizerFabricStrategy", 2),
         (["lightning_fabric"], "OffloadOptimizerFabricStrategy", 3),
         ([], "OffloadOptimizerFabricStrategy", 2),

@@ -122,6 +122,15 @@ class BackwardOverlap:
         self._run = None
         self._end_of_step()
 
+    def finish(self) -> None:
+        """Give up a step that was begun and that nobody will end."""
+        if self.is_midway:
+            self.refuse(
+                "training ended between backward() and step(), where parameters had been updated "
+                "already"
+            )
+        self.distrust()
+
     @property
     def is_midway(self) -> bool:
         """Whether parameters were updated of which ``step()`` was not called yet."""

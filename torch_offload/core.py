@@ -45,8 +45,6 @@ from .work import Born, Creation, Traffic, Update
 
 #: Attributes of an optimizer that a stand-in does not share with it.
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
-
-
 _OVERLAPS: dict[str, Callable[..., BackwardOverlap | ForwardOverlap]] = {
     "backward": BackwardOverlap,
     "forward": ForwardOverlap,
@@ -108,9 +106,7 @@ class OffloadCore:
         self._ahead: Run | None = None
         self._model: weakref.ref[torch.nn.Module] | None = None
         #: What decides when chunks are updated; ``None``: ``step()`` alone does.
-        self.overlap: BackwardOverlap | ForwardOverlap | None = None
-        if config.overlap != "step":
-            self.overlap = _OVERLAPS[config.overlap](own)
+        self.overlap: BackwardOverlap | ForwardOverlap | None = self._new_overlap()
         keep_in_children(self)  # it has events
 
     @property
@@ -242,9 +238,24 @@ class OffloadCore:
         if self.overlap:
             self.overlap.watch()
 
+    def _new_overlap(self) -> BackwardOverlap | ForwardOverlap | None:
+        kind = _OVERLAPS.get(self.config.overlap)
+        return kind(weakref.proxy(self)) if kind else None
+
+    def set_overlap(self, config: OffloadConfig) -> None:
+        """Go on with a config that differs in its overlap."""
+        if self.overlap is not None:
+            self.overlap.unwatch()
+        self._ahead = None
+        for pipeline in self.pipelines.values():
+            pipeline.give_up_slots()
+        self.config = config
+        self.overlap = self._new_overlap()
+        if self.overlap is not None:
+            self.overlap.watch()
+
     def prefetch(self) -> Run | None:
-        """Copy the first chunks of the next step in. ``None`` where that is done anyway, or not at
-        all."""
+        """Copy the first chunks of the next step in. ``None`` where there is no use in it."""
         if self.overlap is None and self.failure is None:
             homes = {id(p): self.planner.layout.home(p) for p in self.state}
             order = {key: home.hosted.index for key, home in homes.items() if home is not None}

@@ -206,6 +206,10 @@ class ForwardOverlap:
             self._run.wait()
         self._run = None
 
+    def finish(self) -> None:
+        """As `reset`: nothing is left to give up."""
+        self.reset()
+
     def wait(self, params: Iterable[torch.Tensor]) -> None:
         """Let the current streams wait for the updates of these parameters."""
         if self._run is not None:

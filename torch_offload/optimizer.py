@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,6 +24,7 @@ from .distributed import local, wrapped, wrapping
 from .placement import travels
 from .recording import Timeline
 from .refusals import check_step_attribute
+from .spent import is_spent
 from .standin import outside_autograd
 from .stats import OffloadStats
 
@@ -91,6 +92,36 @@ def attach_model(optimizer: object, model: torch.nn.Module) -> None:
         ValueError: ``optimizer`` is not offloaded.
     """
     _core(_unwrap(optimizer)).attach(model)
+
+
+def set_overlap(optimizer: object, overlap: str) -> None:
+    """Let later steps update their chunks at another time. State stays where it is.
+
+    Args:
+        optimizer: an offloaded optimizer, or a framework's wrapper of one, between two steps.
+        overlap: as in :class:`OffloadConfig`.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded, or there is no such overlap.
+        RuntimeError: ``backward()`` has updated parameters, and ``step()`` was not called yet.
+    """
+    core = _core(_unwrap(optimizer))
+    config = replace(core.config, overlap=overlap)
+    if config != core.config:
+        core.check_between_steps("set_overlap() was called")
+        core.set_overlap(config)
+
+
+def expected_state_bytes(optimizer: object) -> int:
+    """Return the bytes of state that travel, as they are or as the first update will make them.
+
+    Of DTensors it counts the local tensors; what only the first update can tell counts as 0.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    with outside_autograd():
+        return _core(_unwrap(optimizer)).planner.expected_bytes()
 
 
 @contextmanager
@@ -164,6 +195,30 @@ def last_microbatch(optimizer: object) -> AbstractContextManager[None]:
     """
     overlap = _core(_unwrap(optimizer)).overlap
     return nullcontext() if overlap is None else overlap.last_microbatch()
+
+
+def finish(optimizer: object) -> None:
+    """After training, or when it was interrupted: leave model and state as others expect them.
+
+    Waits for all updates and copies, and gives the slots back. Gradients that updates beside
+    backward have used become ``None``, so that the model can be moved. A step that ``backward()``
+    has begun and that will not be ended is given up: the parameters can be used, and further steps
+    are refused until a checkpoint is loaded. Otherwise training can go on at any time.
+
+    Raises:
+        ValueError: ``optimizer`` is not offloaded.
+    """
+    core = _core(_unwrap(optimizer))
+    if core.overlap is not None:
+        core.overlap.finish()
+    core.distrust()
+    core.synchronize()
+    for pipeline in core.pipelines.values():
+        pipeline.give_up_slots()
+    for group in core.optimizer.param_groups:
+        for param in group["params"]:
+            if is_spent(param.grad):
+                param.grad = None
 
 
 def unoffload(optimizer: O) -> O:

@@ -224,6 +224,18 @@ class Planner:
                 missing.sort(key=lambda item: overlap.position(item[0]))
             self.layout.add(missing)
 
+    def expected_bytes(self) -> int:
+        """Return the bytes of state that travels, of parameters that have it or will."""
+        self._core.probe.attributes = self._core.attributes()
+        state, total = self._core.state, 0
+        for group in self._core.optimizer.param_groups:
+            for param in group["params"]:
+                known = state.get(param)
+                if known or param.requires_grad:
+                    specs = traveling(known) if known else self._probed(group, param)
+                    total += sum(spec.num_bytes for spec in specs or ())
+        return total
+
     def _probed(
         self, group: Mapping[str, Any], param: torch.Tensor
     ) -> tuple[TensorSpec, ...] | None:

@@ -54,6 +54,12 @@ def check_memory(param: torch.Tensor) -> None:
             "a parameter is not initialized yet, as those of lazy modules are before their first "
             "forward. Run the model once, with a dummy batch, before offload()."
         )
+    if getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_flat_param", False):
+        raise NotImplementedError(
+            "a parameter belongs to FullyShardedDataParallel (FSDP1), which puts other memory "
+            "under it in every forward. Use FSDP2 (torch.distributed.fsdp.fully_shard); with "
+            'Lightning, strategy="offload_optimizer_fsdp".'
+        )
     own = local(param)
     if own.layout is not torch.strided:
         raise NotImplementedError(

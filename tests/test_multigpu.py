@@ -62,8 +62,7 @@ def test_host_memory_is_taken_in_the_first_step_and_never_during_backward(ranks,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits_as_plain(ranks, kind, dtype, count, overlap):
-    # Nobody sees who uses the gradients of FSDP2, so auto goes on beside forward there.
-    is_early = overlap == "backward" or (overlap == "auto" and kind == "DDP")
+    is_early = overlap in ("backward", "auto")
     for early, num_chunks in ranks(compare, Case(kind, ranks.device, dtype, count), overlap):
         assert num_chunks > 3
         assert all(early[3:]) == is_early

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,9 +14,11 @@ from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_offload import OffloadConfig, last_microbatch, offload, offload_stats
+from torch_offload.waiting import is_held
 
 MODES = ["backward", "forward"]
 STEPS = 8
@@ -126,6 +130,67 @@ def train(
     }
 
 
+USES: dict[str, Any] = {
+    "to_local": lambda p: p.to_local().clone(),
+    "_local_tensor": lambda p: p._local_tensor.clone(),
+    "full_tensor": lambda p: p.full_tensor(),
+    "redistribute": lambda p: p.redistribute(placements=[Replicate()]),
+    "norm": lambda p: p.norm(),
+    "foreach norm": lambda p: torch._foreach_norm([p]),
+    "data": lambda p: p.data.clone(),
+    "detach": lambda p: p.detach().to_local(),
+    "deepcopy": copy.deepcopy,
+    "save": lambda p: torch.save(p, io.BytesIO()),
+    "an edit": lambda p: p.data.mul_(0.5),
+    "average": lambda p: torch.zeros_like(p).lerp_(p, 0.1),
+}
+
+
+def stepped(device: str, overlap: str) -> tuple[Any, Any]:
+    """A sharded model, and its optimizer after a few steps."""
+    model = wrap("FSDP2", device, torch.float32)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    offload(optimizer, OffloadConfig(chunk_size=2_000, overlap=overlap), model=model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 16, device=device)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def used_after_step(device: str, use: str) -> list[int]:
+    """Return which parameters and gradients were used without a wait."""
+    _, optimizer = stepped(device, "forward")
+    params = optimizer.param_groups[0]["params"]
+    grads = [param.grad for param in params]
+    assert all(is_held(tensor) for tensor in [*params, *grads])
+    assert all(type(param).__name__ == "DTensor" for param in params)
+    # Torch cannot copy or save sharded vectors.
+    used = [t for t in [*grads, *params] if t.dim() > 1 or use not in ("deepcopy", "save")]
+    with torch.no_grad():
+        for tensor in used:
+            USES[use](tensor)
+    return [n for n, tensor in enumerate(used) if is_held(tensor)]
+
+
+def held_after_a_call_below(device: str) -> list[bool]:
+    model, _ = stepped(device, "forward")
+    model.layers[2](torch.ones(4, 16, device=device))
+    return [is_held(layer.weight) for layer in model.layers]
+
+
+def read_between(device: str) -> str:
+    model, _ = stepped(device, "backward")
+    model.zero_grad()
+    model(torch.ones(4, 16, device=device)).square().mean().backward()
+    try:
+        model.layers[5].weight.full_tensor()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 # The tests.
 
 
@@ -167,10 +232,26 @@ def test_clipping_beside_forward(ranks, kind):
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 @pytest.mark.parametrize("clip", [False, True])
-def test_the_mode_is_chosen(ranks, kind, clip):
-    """Nobody sees who uses the gradients of FSDP2, which are DTensors."""
-    for early in compare(ranks, kind, "auto", clip=clip):
-        assert all(early[3:]) == (kind == "DDP" and not clip)
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_mode_is_chosen(ranks, kind, clip, count):
+    for early in compare(ranks, kind, "auto", clip=clip, count=count):
+        assert all(early[3:]) == (not clip)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_sharded_parameters_wait_for_themselves(ranks, use):
+    assert ranks(used_after_step, ranks.device, use) == [[], []]
+
+
+def test_a_sharded_module_below_waits_for_its_parameters(ranks):
+    """FSDP2 gathers the memory under them, whichever module is called first."""
+    for held in ranks(held_after_a_call_below, ranks.device):
+        assert held == [True, True, False, True, True, True]
+
+
+def test_sharded_parameters_are_forbidden_between_backward_and_step(ranks):
+    for said in ranks(read_between, ranks.device):
+        assert "was used between its update in backward() and step()" in said
 
 
 DDP_SETTINGS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -557,4 +556,3 @@ def test_a_tensor_made_of_others_is_refused():
         hold(tensor, Update())
     assert type(tensor) is TwoTensor
     assert vars(tensor).keys() == {"a", "b"}
-    assert hasattr(DTensor, "__tensor_flatten__")  # and so is this one

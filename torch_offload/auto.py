@@ -62,8 +62,8 @@ class AutoOverlap(BackwardOverlap):
                 grad = param.grad
                 if grad is None:
                     continue
-                if is_distributed(grad) or hasattr(grad, "__tensor_flatten__"):
-                    self.note("gradients are DTensors, and nobody sees who uses them")
+                if hasattr(grad, "__tensor_flatten__") and not is_distributed(grad):
+                    self.note("gradients are made of other tensors: nobody sees who uses them")
                     return
                 hold(grad, ticket)
                 self._watched.append(grad)
@@ -116,7 +116,8 @@ class _Note:
 
     def wait(self) -> None:
         overlap = self._reference()
-        if overlap is not None:
+        # Inside a backward it is FSDP2 that adds another micro-batch's.
+        if overlap is not None and torch._C._current_graph_task_id() < 0:
             overlap.note("gradients are used between backward() and step(), as clipping does")
 
 

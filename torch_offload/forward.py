@@ -109,12 +109,15 @@ class ForwardRun:
         for flow in self._flows.values():
             flow.pause()
         for param, ticket in self._tickets.values():
-            if is_distributed(param):
-                continue
             grad = param.grad  # before the parameter is held: then each look at it is a call
             hold(param, _Tensor(ticket, self._note, id(param)))
-            if grad is not None and not is_distributed(grad):
+            if grad is not None:
                 hold(grad, _Tensor(ticket, None, id(param)))
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether an update may be, of any parameter."""
+        return bool(self._tickets)
 
     def wait(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Let the current streams wait for the updates of these parameters; of all by default."""
@@ -168,7 +171,7 @@ class ForwardOverlap:
         that adds to their gradients.
 
         Parameters wait for themselves, but not in compiled code, which looks at their class, nor in
-        C++ extensions; and DTensors do not.
+        C++ extensions, nor where FSDP2 gathers the memory under them.
         """
         model = self._core.model()
         if model is None:
@@ -209,6 +212,11 @@ class ForwardOverlap:
     def finish(self) -> None:
         """As `reset`: nothing is left to give up."""
         self.reset()
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether an update may be, of any parameter."""
+        return self._run is not None and self._run.is_in_flight
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
         """Let the current streams wait for the updates of these parameters."""
@@ -282,7 +290,7 @@ class _Hook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
         overlap = self._reference() if self._reference is not None else None
-        if overlap is not None:
+        if overlap is not None and overlap.is_in_flight:
             params = module.parameters() if self._recurse else module._parameters.values()
             overlap.wait(param for param in params if param is not None)
 
@@ -309,20 +317,26 @@ def _remove(
 
 
 def _entrances(model: torch.nn.Module, distributed: bool) -> list[tuple[torch.nn.Module, bool]]:
-    """Return the modules before which to wait, and whether for all below them, too."""
+    """Return the modules before which to wait, and whether for all below them, too.
+
+    Args:
+        model: whose parameters are updated.
+        distributed: some are DTensors. FSDP2 gathers those of a module and of modules below it,
+            in whichever module is called first: not always in the model itself.
+    """
     found: dict[torch.nn.Module, bool] = {}
 
-    def visit(module: torch.nn.Module) -> None:
+    def visit(module: torch.nn.Module) -> bool:
+        """Return whether the module or one below it has parameters."""
         if module in found:
-            return
-        if distributed or _is_compiled(module):
+            return True
+        if _is_compiled(module):
             found[module] = True
-            return
-        if module._parameters:
-            found[module] = False
-        for child in module._modules.values():
-            if child is not None:
-                visit(child)
+            return True
+        children = [visit(child) for child in module._modules.values() if child is not None]
+        if module._parameters or (distributed and any(children)):
+            found[module] = distributed
+        return bool(module._parameters) or any(children)
 
     visit(model)
     return list(found.items())

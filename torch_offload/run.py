@@ -283,7 +283,7 @@ class Run:
             elif not is_spent(grad):
                 spent.append(grad)
                 spend(param, self._owner)
-            if self._owner is not None and not is_distributed(param):
+            if self._owner is not None:
                 hold(param, forbidden)  # last: each look at it is a call from here on
                 self._forbidden.append(param)
         self._held.append((spent, chunk.flow.updates_so_far(), device))

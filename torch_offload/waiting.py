@@ -6,7 +6,8 @@ the tensor, alone or in lists, of a function that is not in ``METADATA``.
 
 A held tensor has a class made here, a subclass of its own, whose ``__torch_function__`` waits for
 all held tensors of a call, gives them their own classes back, and makes the call again: it runs as
-if nothing had been held, and the next one costs nothing.
+if nothing had been held, and the next one costs nothing. Of a DTensor, whoever takes the local
+tensor waits.
 
 Not seen, because torch does not ask the class:
 
@@ -29,6 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .distributed import is_distributed
 from .metadata import METADATA
 
 _TICKET = "_torch_offload_ticket"
@@ -101,6 +103,16 @@ class _Held:
         return self.__reduce_ex__(protocol)
 
 
+def _local_tensor(tensor: Any) -> Any:
+    _wait(tensor)
+    return tensor._local_tensor
+
+
+def _set_local_tensor(tensor: Any, value: Any) -> None:
+    _wait(tensor)
+    tensor._local_tensor = value
+
+
 #: By own class. Values are held by their instances only, and for the two usual ones here.
 _classes: weakref.WeakValueDictionary[type, type[torch.Tensor]] = weakref.WeakValueDictionary()
 
@@ -108,7 +120,9 @@ _classes: weakref.WeakValueDictionary[type, type[torch.Tensor]] = weakref.WeakVa
 def _held_class(own: type[torch.Tensor]) -> type[torch.Tensor]:
     made = _classes.get(own)
     if made is None:
-        names = {"__slots__": (), "__module__": own.__module__, "_own": own}
+        names: dict[str, Any] = {"__slots__": (), "__module__": own.__module__, "_own": own}
+        if hasattr(own, "_local_tensor"):  # a DTensor's methods are not calls of torch
+            names["_local_tensor"] = property(_local_tensor, _set_local_tensor)
         metaclass: Any = type(own)
         made = _classes[own] = metaclass(own.__name__, (_Held, own), names)
     return made
@@ -158,9 +172,9 @@ def hold(tensor: torch.Tensor, ticket: Ticket) -> None:
             have the same; each waits by itself.
 
     Raises:
-        NotImplementedError: the tensor is made of other tensors, as a DTensor is.
+        NotImplementedError: the tensor is made of other tensors, and is no DTensor.
     """
-    if hasattr(tensor, "__tensor_flatten__"):
+    if hasattr(tensor, "__tensor_flatten__") and not is_distributed(tensor):
         raise NotImplementedError(
             f"a {type(tensor).__name__} (shape {tuple(tensor.shape)}) is made of other tensors and "
             "cannot wait for itself: those can be reached without it. Wait for its update before "

@@ -9,6 +9,7 @@ gets an error.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,10 @@ _RAISED = (
     "backward() raised after parameters had been updated (overlap='backward'), so what is left of "
     "this step is not what a plain optimizer would do"
 )
+_INSIDE = (
+    "step() was called by a hook, while a backward() ran that had updated parameters already "
+    '(overlap=\'backward\'). Call it after backward(), or use overlap="step" or "forward"'
+)
 
 
 class BackwardOverlap:
@@ -39,6 +44,8 @@ class BackwardOverlap:
 
     def __init__(self, core: OffloadCore) -> None:
         self._core = core
+        #: Backwards in several threads, or one over several devices, call the hooks side by side.
+        self._lock = threading.RLock()
         #: Hooks by the parameter's id; a parameter keeps its own alive, not the optimizer.
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         #: Group and position by the parameter's id.
@@ -146,7 +153,8 @@ class BackwardOverlap:
         run.release()
         problem = run.what_changed()
         if self._tasks:
-            problem = _RAISED
+            is_inside = torch._C._current_graph_task_id() in self._tasks
+            problem = _INSIDE if is_inside else _RAISED
         if problem is not None:
             raise self.refuse(problem)
         return run
@@ -168,7 +176,11 @@ class BackwardOverlap:
                 from .ddp import follow
 
                 follow(ddp, self)
-            self._run = Run(self._core, self.order, self._owner)
+            try:
+                self._run = Run(self._core, self.order, self._owner)
+            except torch.OutOfMemoryError:
+                # The step is done, and must not look as if it were not. The next one tries again.
+                self._core.notices.no_memory_ahead()
 
     def _end_of_step(self) -> None:
         self._seen, self._positions, self._count = {}, {}, 0
@@ -184,14 +196,15 @@ class BackwardOverlap:
 
     def accumulated(self, param: torch.Tensor) -> None:
         """Note that something was added to the gradient of ``param``; update what is complete."""
-        self._follow_task()
-        if self._is_spoiled:
-            return
-        if self._is_ddp:
-            self._check_not_done(param)
-            self._local.add(id(param))
-        elif self._is_final(param) and self._is_running():
-            self._run_of_now().gradient_is_final(param)
+        with self._lock:
+            self._follow_task()
+            if self._is_spoiled:
+                return
+            if self._is_ddp:
+                self._check_not_done(param)
+                self._local.add(id(param))
+            elif self._is_final(param) and self._is_running():
+                self._run_of_now().gradient_is_final(param)
 
     def averaged(
         self, params: list[torch.Tensor], grads: list[torch.Tensor], wait: Callable[[], object]
@@ -203,12 +216,13 @@ class BackwardOverlap:
             grads: what to update them with; stay as they are until the next backward.
             wait: makes the current stream wait for them.
         """
-        # Of one that has no gradient here, nobody knows yet whether it has one elsewhere.
-        here = [(p, g) for p, g in zip(params, grads, strict=True) if id(p) in self._local]
-        self._local -= {id(param) for param, _ in here}
-        final = [(param, grad) for param, grad in here if self._is_final(param)]
-        if final and self._is_running():
-            self._run_of_now().gradients_are_averaged(final, wait)
+        with self._lock:
+            # Of one that has no gradient here, nobody knows yet whether it has one elsewhere.
+            here = [(p, g) for p, g in zip(params, grads, strict=True) if id(p) in self._local]
+            self._local -= {id(param) for param, _ in here}
+            final = [(param, grad) for param, grad in here if self._is_final(param)]
+            if final and self._is_running():
+                self._run_of_now().gradients_are_averaged(final, wait)
 
     def _check_not_done(self, param: torch.Tensor) -> None:
         if self._has_begun and self._run is not None and id(param) in self._run.done:
@@ -265,6 +279,10 @@ class BackwardOverlap:
 
     def task_ended(self, task: int) -> None:
         """Note that a backward has ended well."""
+        with self._lock:
+            self._end_task(task)
+
+    def _end_task(self, task: int) -> None:
         self._tasks.discard(task)
         if task not in self._updating:
             return
@@ -278,10 +296,11 @@ class BackwardOverlap:
 
     def task_raised(self, task: int) -> None:
         """Note that a backward has raised. If it had updated anything, ``step()`` will refuse."""
-        if task in self._tasks:
-            self._is_torn = self.is_midway
-            if not self._is_torn:
-                self._spoil()
+        with self._lock:
+            if task in self._tasks:
+                self._is_torn = self.is_midway
+                if not self._is_torn:
+                    self._spoil()
 
     def refuse(self, problem: str) -> RuntimeError:
         """Let no step be made until a checkpoint is loaded. Returns the error to raise."""
@@ -326,12 +345,18 @@ class _Owner:
         """Return the error for who uses a parameter that was updated already."""
         text = (
             "a parameter was used between its update in backward() and step(), where a plain "
-            "optimizer would not have updated it yet. Call step() before the next forward, enter "
-            "last_microbatch(optimizer) around the last backward() of those that accumulate, or "
-            'use overlap="step"'
+            "optimizer would not have updated it yet. "
         )
         overlap = self._reference()
-        return RuntimeError(text) if overlap is None else overlap.refuse(text)
+        if overlap is None:
+            return RuntimeError(
+                f"{text}Its optimizer is gone: this is raised once. Load a checkpoint of the "
+                "parameters to go on."
+            )
+        return overlap.refuse(
+            f"{text}Call step() before the next forward, enter last_microbatch(optimizer) around "
+            'the last backward() of those that accumulate, or use overlap="step"'
+        )
 
     def refused(self) -> None:
         overlap = self._reference()

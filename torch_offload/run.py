@@ -43,6 +43,8 @@ class _Chunk:
     #: The local tensors that hold its state on the host, and their versions.
     views: list[torch.Tensor]
     versions: list[int] = field(init=False)
+    #: Those on which its gradients became final, in order; each may have some of their memory.
+    streams: dict[torch.Stream | None, None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.versions = self.versions_now()
@@ -50,6 +52,14 @@ class _Chunk:
     def versions_now(self) -> list[int]:
         """Tell whether somebody wrote to the state, but for the pipeline."""
         return [view._version for view in self.views]
+
+    def is_untouched(self) -> bool:
+        """Whether nobody wrote to the state since it may have been copied in."""
+        return self.versions_now() == self.versions
+
+    def is_loaded(self) -> bool:
+        """Whether its state was copied in, and is still what is on the host."""
+        return self.flow.is_loaded(self.number) and self.is_untouched()
 
 
 class Run:
@@ -76,13 +86,14 @@ class Run:
         self._waiting: dict[int, list[_Chunk]] = {}
         #: The ids of parameters that were updated.
         self.done: set[int] = set()
-        self._held: deque[tuple[list[torch.Tensor], Handoff[None], torch.device]] = deque()
+        self._held: deque[tuple[list[torch.Tensor], Handoff[None], list[Any]]] = deque()
         self._before: list[Any] = []
         self._global_hooks: set[int] = set()
         self._newcomers = newcomers_of(core)
         #: Memory and version of parameters after their update.
         self._after: dict[int, tuple[int, int]] = {}
         self._forbidden: list[torch.Tensor] = []
+        self._ticket = _Forbidden(owner)
         #: Gradients that are not in the parameters, by their ids, and whose those are.
         self._given: dict[int, torch.Tensor] = {}
         self._late: list[torch.Tensor] = []
@@ -121,7 +132,7 @@ class Run:
                 and core.planner.is_home(shard.param, shard.state)
                 for shard in shards
             )
-            and all(chunk.versions_now() == chunk.versions for chunk in self._chunks)
+            and all(chunk.is_untouched() for chunk in self._chunks)
         )
 
     def release(self) -> None:
@@ -141,7 +152,12 @@ class Run:
         assert self.stepper is not None
         for chunk in self._waiting.get(id(param), ()):
             chunk.missing.discard(id(param))
-            if not chunk.missing and all(shard.is_as_planned() for shard in chunk.shards):
+            chunk.streams.setdefault(caller_stream(param.device))
+            if (
+                not chunk.missing
+                and chunk.is_untouched()
+                and all(shard.is_as_planned() for shard in chunk.shards)
+            ):
                 try:
                     with outside_autograd():
                         self._update(chunk)
@@ -177,11 +193,13 @@ class Run:
         if flow is not None:
             flow.wait_for(caller_stream(device))
             planned = {_members(chunk.shards): chunk for chunk in self._chunks}
+            rest = []
             for shards in chunks:
                 chunk = planned.get(_members(shards))
-                if chunk is not None and chunk.flow is flow and flow.is_loaded(chunk.number):
+                if chunk is not None and chunk.flow is flow and chunk.is_loaded():
                     flow.update(chunk.number, partial(self.stepper.update, shards))
-                    rest.remove(shards)
+                else:
+                    rest.append(shards)
             flow.updates_so_far().take(caller_stream(device))
         work = [self._core.update_of(shards, self.stepper) for shards in rest]
         self._core.pipelines[device].update(work, self.traffic)
@@ -190,7 +208,15 @@ class Run:
         """Let the callers' streams wait for every update so far, and free the gradients."""
         for device, flow in self.flows.items():
             flow.updates_so_far().take(caller_stream(device))
-        self._held.clear()
+        while self._held:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Free the gradients of the chunk that was updated first of those that are held."""
+        _, updated, streams = self._held[0]
+        for stream in streams:
+            updated.take(stream)  # I5
+        self._held.popleft()
 
     def end(self) -> None:
         """After the last update: see to the slots, and that everything is read in its turn."""
@@ -217,7 +243,7 @@ class Run:
         group_of = _groups_of(self._core)
         for chunk in self._chunks:
             used = [shard for shard in chunk.shards if id(shard.param) in self.done]
-            is_same = not used or chunk.versions_now() == chunk.versions
+            is_same = not used or chunk.is_untouched()
             for shard in used:
                 param = shard.param
                 if not (
@@ -259,13 +285,11 @@ class Run:
 
     def _update(self, chunk: _Chunk) -> None:
         assert self.stepper is not None
-        device = chunk.shards[0].param.device
-        caller = caller_stream(device)
-        chunk.flow.wait_for(caller)
+        for stream in chunk.streams:
+            chunk.flow.wait_for(stream)
         with self._gradients_in_place(chunk):
             chunk.flow.update(chunk.number, partial(self.stepper.update, chunk.shards))
         spent: list[torch.Tensor] = []
-        forbidden = _Forbidden(self._owner)
         params = list({id(shard.param): shard.param for shard in chunk.shards}.values())
         # Whoever saved one must not read it.
         torch.autograd.graph.increment_version([local(param) for param in params])
@@ -284,13 +308,11 @@ class Run:
                 spent.append(grad)
                 spend(param, self._owner)
             if self._owner is not None and not is_distributed(param):
-                hold(param, forbidden)  # last: each look at it is a call from here on
+                hold(param, self._ticket)  # last: each look at it is a call from here on
                 self._forbidden.append(param)
-        self._held.append((spent, chunk.flow.updates_so_far(), device))
+        self._held.append((spent, chunk.flow.updates_so_far(), list(chunk.streams)))
         while len(self._held) > NUM_HELD:
-            _, updated, where = self._held[0]
-            updated.take(caller_stream(where))  # I5
-            self._held.popleft()
+            self._let_go()
 
     @contextmanager
     def _gradients_in_place(self, chunk: _Chunk) -> Iterator[None]:
@@ -307,13 +329,17 @@ class Run:
 
 
 class _Forbidden:
-    """What a parameter waits for that nobody may use before ``step()``."""
+    """What parameters wait for that nobody may use before ``step()``. All of a step have the same
+    one. It raises once, so that a checkpoint can be loaded where the optimizer is gone."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
+        self._has_raised = False
 
     def wait(self) -> None:
-        raise self._owner.used()
+        if not self._has_raised:
+            self._has_raised = True
+            raise self._owner.used()
 
 
 def newcomers_of(core: OffloadCore) -> set[tuple[int, torch.device, torch.dtype]]:

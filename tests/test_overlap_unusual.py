@@ -149,6 +149,20 @@ def test_an_optimizer_that_dies_between_backward_and_step(device):
     assert not any((param == 1).all() for param in model.first.parameters())
 
 
+def regrouped(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    model(batch(model, step)).square().mean().backward()
+    optimizer.step()
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+
+
+def test_gradients_are_zeroed_after_a_change_of_group(device):
+    plain = train(device, None, regrouped)
+    assert_same(plain, train(device, None, regrouped))  # the control
+    assert_same(plain, train(device, "backward", regrouped))
+
+
 def test_no_memory_for_the_next_step_is_no_failure_of_this_one(monkeypatch, device, caplog):
     """The loops that catch it would skip a batch that had been taken."""
 

@@ -110,12 +110,14 @@ class BackwardOverlap:
                     self._hooks[id(param)] = param.register_post_accumulate_grad_hook(hook)
 
     def find(self, param_id: int) -> torch.Tensor | None:
-        """Return the parameter with this ``id``, if it is still where it was."""
+        """Return the parameter with this ``id``, if the optimizer still has it."""
         groups = self._core.optimizer.param_groups
         group, index = self._places.get(param_id, (len(groups), 0))
         params: list[torch.Tensor] = groups[group]["params"] if group < len(groups) else []
-        found = params[index] if index < len(params) else None
-        return found if id(found) == param_id else None
+        if index < len(params) and id(params[index]) == param_id:
+            return params[index]
+        moved = (p for group in groups for p in group["params"] if id(p) == param_id)
+        return next(moved, None)
 
     def unwatch(self) -> None:
         """Remove all hooks, and forget what was copied ahead."""

@@ -163,6 +163,41 @@ def test_gradients_are_zeroed_after_a_change_of_group(device):
     assert_same(plain, train(device, "backward", regrouped))
 
 
+@pytest.mark.parametrize("overlap", ["auto", "forward"])
+def test_two_models_of_which_one_teaches_the_other(device, caplog, overlap):
+    """The second loss's backward adds to the gradients of the first model, which drops them."""
+
+    def run(overlap: str | None) -> tuple[list[torch.Tensor], list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        judge = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4))).to(device)
+        maker = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4))).to(device)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (judge, maker)]
+        if overlap is not None:
+            for optimizer, model in zip(optimizers, (judge, maker), strict=True):
+                config = OffloadConfig(chunk_size=CHUNK, overlap=overlap)
+                offload(optimizer, config, model=model)
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(1)).to(device)
+        for _ in range(6):
+            optimizers[0].zero_grad()
+            (judge(maker(x).detach()) - judge(x)).square().mean().backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            judge(maker(x)).square().mean().backward()
+            optimizers[1].step()
+        return [*judge.parameters(), *maker.parameters()], optimizers
+
+    plain = run(None)
+    control, other = run(None), run(overlap)
+    for number in range(2):
+        own = slice(8 * number, 8 * number + 8)
+        expected = plain[0][own], plain[1][number]
+        assert_same(expected, (control[0][own], control[1][number]))
+        assert_same(expected, (other[0][own], other[1][number]))
+    if overlap == "auto":
+        assert "by 1 backwards in the first step and by 2 in the second" in caplog.text
+        assert "goes on with 'backward'" in caplog.text  # the second model's optimizer
+
+
 def test_no_memory_for_the_next_step_is_no_failure_of_this_one(monkeypatch, device, caplog):
     """The loops that catch it would skip a batch that had been taken."""
 

@@ -171,18 +171,21 @@ class BackwardOverlap:
         self._end_of_step()
         self.watch()
         self._run = None
-        model = self._core.model()
         if obstacle(self._core) is None:
-            ddp = ddp_of(model)
-            if ddp is not None:
-                from .ddp import follow
-
-                follow(ddp, self)
+            self._follow_ddp()
             try:
                 self._run = Run(self._core, self.order, self._owner)
             except torch.OutOfMemoryError:
                 # The step is done, and must not look as if it were not. The next one tries again.
                 self._core.notices.no_memory_ahead()
+
+    def _follow_ddp(self) -> None:
+        """Be told of averaged gradients, where a model is distributed so."""
+        ddp = ddp_of(self._core.model())
+        if ddp is not None:
+            from .ddp import follow
+
+            follow(ddp, self)
 
     def _end_of_step(self) -> None:
         self._seen, self._positions, self._count = {}, {}, 0

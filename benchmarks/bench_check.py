@@ -2,7 +2,8 @@
 
 A machine's link and GPU differ from day to day, so each time is divided by what the same run's
 probe allows: the state's bytes over the bandwidth in both directions, and the step without offload.
-A *figure* is such a ratio: 1 is the limit. It fails where one has grown by more than a tenth.
+A *figure* is such a ratio: 1 is the limit. It fails where one has grown by more than a tenth, and
+where a run that was tried gave none.
 
 python benchmarks/bench_check.py                       # runs the benchmarks, then compares
 python benchmarks/bench_check.py --fresh a.json b.json # compares these
@@ -88,23 +89,48 @@ def _train_figures(record: Record) -> Iterator[Figure]:
     if not record["link_bytes_per_s"]["duplex"]:
         return
     link = statistics.median(record["link_bytes_per_s"]["duplex"])
+    for mode, point, other in _train_points(record):
+        if point["outcome"] == other["outcome"] == "ok":
+            # Not what was copied: a run that copies more than it must is slower for it.
+            copies_s = (record["state_bytes"] - point["stats"]["resident_bytes"]) / link
+            limit_s = _limit(mode["overlap"], other, copies_s)
+            ratio = statistics.median(point["step_s"]) / limit_s
+            yield Figure(_train_name(record, mode, point), ratio)
+
+
+def _train_points(record: Record) -> Iterator[tuple[Record, Record, Record]]:
+    """Go through the modes that offload: mode, point, and that of plain AdamW."""
     plain = {m["name"]: m for m in record["modes"] if m["overlap"] is None and not m["control"]}
-    sizes = record["config"]["sizes"]
     for mode in record["modes"]:
         reference = plain.get("none+clip" if mode["clip"] else "none")
-        if mode["overlap"] is None or reference is None:
+        if mode["overlap"] is not None and reference is not None:
+            for point, other in zip(mode["points"], reference["points"], strict=True):
+                yield mode, point, other
+
+
+def _train_name(record: Record, mode: Record, point: Record) -> str:
+    sizes = sorted(record["config"]["sizes"].items())
+    with_settings = "".join(f", {key} {value}" for key, value in sizes)
+    return (
+        f"{mode['name']}, {record['config']['num_params'] / 1e9:.2f}e9, "
+        f"{point['tokens']} tokens{with_settings}"
+    )
+
+
+def failures(fresh: Sequence[Record], committed: Sequence[tuple[str, Record]]) -> list[str]:
+    """Return what was tried and has no figure, where a committed record of the GPU has it."""
+    found = []
+    for record in fresh:
+        if record["benchmark"] != "bench_train":
             continue
-        for point, other in zip(mode["points"], reference["points"], strict=True):
-            if point["outcome"] != "ok" or other["outcome"] != "ok":
-                continue
-            copies_s = point["stats"]["h2d_bytes"] / link
-            with_settings = "".join(f", {key} {value}" for key, value in sorted(sizes.items()))
-            name = (
-                f"{mode['name']}, {record['config']['num_params'] / 1e9:.2f}e9, "
-                f"{point['tokens']} tokens{with_settings}"
-            )
-            limit_s = _limit(mode["overlap"], other, copies_s)
-            yield Figure(name, statistics.median(point["step_s"]) / limit_s)
+        same = [other for _, other in committed if other["device"] == record["device"]]
+        known = {figure.name for other in same for figure in figures(other)}
+        for mode, point, other in _train_points(record):
+            name = _train_name(record, mode, point)
+            failed = point if point["outcome"] != "ok" else other
+            if failed["outcome"] != "ok" and name in known:
+                found.append(f"{name}: {failed['outcome']}: {failed['reason']}")
+    return found
 
 
 def _limit(overlap: str, plain: Record, copies_s: float) -> float:
@@ -195,13 +221,17 @@ def main(argv: list[str] | None = None) -> None:
             os.environ["TORCH_OFFLOAD_COMMIT"] = commit()
             paths = run_benchmarks(args.keep or Path(folder))
         fresh = [json.loads(path.read_text()) for path in paths]
+    committed = committed_records(args.results)
     try:
-        comparisons = compare(fresh, committed_records(args.results))
+        comparisons = compare(fresh, committed)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     console = Console(highlight=False)
     console.width = max(console.width, 140)
     console.print(table(comparisons))
+    failed = failures(fresh, committed)
+    if failed:
+        raise SystemExit("No figure where a committed record has one: " + "; ".join(failed))
     losses = [c for c in comparisons if c.is_loss]
     if losses:
         raise SystemExit(

@@ -52,7 +52,7 @@ def train_record(scale=1.0, **step_s):
             "step_s": [seconds * scale] * 3,
             "forward_s": [0.25 * scale] * 3,
             "optimizer_s": [0.02 * scale] * 3,
-            "stats": None if plain else {"h2d_bytes": 25 * 10**9},
+            "stats": None if plain else {"h2d_bytes": 25 * 10**9, "resident_bytes": 0},
         }
         modes.append(
             {
@@ -67,6 +67,7 @@ def train_record(scale=1.0, **step_s):
         "benchmark": "bench_train",
         "device": "Some GPU",
         "date": "2026-01-01T00:00:00+00:00",
+        "state_bytes": 25 * 10**9,
         "link_bytes_per_s": {"duplex": [50e9 / scale] * 3},
         "config": {"num_params": 3_140_000_000, "sizes": {}},
         "modes": modes,
@@ -110,6 +111,35 @@ def test_a_faster_plain_step_is_no_excuse(check):
     fresh = train_record(**{"none": 0.8})
     found = check.compare([fresh], [("b.json", train_record())])
     assert {c.name.partition(",")[0] for c in found if c.is_loss} == {"step", "backward"}
+
+
+def test_more_copies_are_no_excuse(check):
+    """A step that copies its state twice takes as long as that, and is a loss."""
+    fresh = train_record(step=1.6 + 0.5)
+    for mode in fresh["modes"]:
+        if mode["name"] == "step":
+            mode["points"][0]["stats"]["h2d_bytes"] *= 2
+    found = check.compare([fresh], [("b.json", train_record())])
+    assert {c.name.partition(",")[0] for c in found if c.is_loss} == {"step"}
+
+
+@pytest.mark.parametrize("name", ["backward", "none"])
+def test_a_mode_that_ends_in_an_error_is_no_success(check, tmp_path, name):
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "bench_train-some-gpu.json").write_text(json.dumps(train_record()))
+    fresh = train_record()
+    for mode in fresh["modes"]:
+        if mode["name"] == name:
+            mode["points"][0] = {"tokens": 16384, "outcome": "error", "reason": "ValueError: no"}
+    path = tmp_path / "fresh.json"
+    path.write_text(json.dumps(fresh))
+    with pytest.raises(SystemExit, match=r"No figure where .*backward, .*error: ValueError: no"):
+        check.main(["--results", str(results), "--fresh", str(path)])
+    # A point that no committed record has may fail.
+    for mode in fresh["modes"]:
+        mode["points"][0]["tokens"] = 32768
+    assert check.failures([fresh], [("a.json", train_record())]) == []
 
 
 def test_the_newest_record_of_the_same_gpu_counts(check):

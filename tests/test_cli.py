@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from accelerate_offload import flags
 from torch_offload import OffloadConfig, is_offloaded
-from torch_offload.cli import advice, benchmarks, inputs, link, machine, state, subject
+from torch_offload.cli import advice, benchmarks, forecast, inputs, link, machine, state, subject
 from torch_offload.cli.app import commands
 from torch_offload.cli.forecast import MODES, Settings, Speed
 from torch_offload.cli.inputs import Request
@@ -211,6 +211,7 @@ def test_configs_are_counted_as_transformers_builds_them(kind, fields, tmp_path)
         ({"model_type": "mixtral"}, "model_type='mixtral'. Its parameters are counted for gpt2"),
         ({"model_type": "llama"}, "has no 'hidden_size'. Add it"),
         ({**TINY_CONFIG, "model_type": "llama", "hidden_size": "x"}, "hidden_size='x'"),
+        ({**TINY_CONFIG, "model_type": "llama", "num_attention_heads": 10**6}, "1000000 heads"),
         ([1], "holds no settings"),
     ],
 )
@@ -244,6 +245,40 @@ def test_a_model_is_built_on_the_meta_device():
     assert found.embedding_params == 50 * 32
     assert not found.is_assumed
     assert state.of_factory(f"{__name__}:no_decoder").is_assumed
+
+
+def test_sequences_are_no_longer_than_a_micro_batch():
+    long, short = (
+        make_plan(
+            Request(
+                params=1e9, gpu="H200", tokens=2048, accumulation=2, sequence=s, host_memory="1TB"
+            )
+        )
+        for s in (10**6, 1024)
+    )
+    assert long.speed == short.speed
+
+
+def test_what_is_frozen_takes_memory_and_time_but_no_state():
+    """As a base with adapters: it lies on the GPU, and is computed with."""
+    model = small_model()
+    whole = state.of_module(model, "")
+    for param in model["layers"][0].parameters():
+        param.requires_grad_(False)
+    part = state.of_module(model, "")
+    frozen = sum(p.numel() for p in model["layers"][0].parameters())
+    assert part.frozen_params == frozen
+    assert part.num_params == whole.num_params - frozen
+    assert part.layer_params == whole.layer_params
+    numbers = {"itemsize": 4, "tokens": 128}
+    before = forecast.make_workload(whole, state_bytes=8 * whole.num_params, **numbers)
+    after = forecast.make_workload(part, state_bytes=8 * part.num_params, **numbers)
+    assert after.params_bytes == before.params_bytes
+    assert after.grads_bytes == before.grads_bytes - 4 * frozen
+    assert after.kept_bytes == before.kept_bytes
+    # Twice for each element and token, for the gradient that is not needed.
+    needed = [forecast.operations(each, 128, 64) for each in (whole, part)]
+    assert needed[0] - needed[1] == 128 * 2 * frozen
 
 
 @pytest.mark.parametrize(

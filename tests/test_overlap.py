@@ -659,7 +659,7 @@ def with_lr(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
         (with_lr, "forward"),
     ],
 )
-def test_the_mode_is_chosen_by_what_the_first_step_does(device, caplog, loop, chosen):
+def test_the_mode_is_chosen_by_what_the_first_steps_do(device, caplog, loop, chosen):
     plain = train(device, None, loop)
     other = train(device, "auto", loop)
     assert_same(plain, other)

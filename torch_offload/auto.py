@@ -1,7 +1,8 @@
-"""The mode chosen by itself: the first step is watched, and what it does decides.
+"""The mode chosen by itself: the first two steps are watched, and what they do decides.
 
-Nobody touched a gradient or a hyper-parameter between backward and ``step()``: beside backward.
-Somebody did, as clipping does: beside the next forward, if the model is known, else in ``step()``.
+Nobody touched a gradient or a hyper-parameter between backward and ``step()``, and both steps had
+as many backwards: beside backward. Else, as with clipping: beside the next forward, if the model is
+known, or in ``step()``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class AutoOverlap(BackwardOverlap):
-    """Takes the first step as a whole, then goes on beside backward or hands over.
+    """Takes the first two steps as a whole, then goes on beside backward or hands over.
 
     Args:
         core: that of the optimizer; a weak proxy.
@@ -39,9 +40,11 @@ class AutoOverlap(BackwardOverlap):
         self._watched: list[torch.Tensor] = []
         self._settings: list[object] = []
         self._seen_tasks: set[int] = set()
+        #: Accumulations in the first step, by the parameter's id.
+        self._counts: dict[int, int] | None = None
 
     def accumulated(self, param: torch.Tensor) -> None:
-        """As beside backward; and in the first step look who uses gradients afterwards."""
+        """As beside backward; and in the first steps look who uses gradients afterwards."""
         task = torch._C._current_graph_task_id()
         if self._is_watching and task >= 0 and task not in self._seen_tasks:
             self._seen_tasks.add(task)
@@ -85,16 +88,36 @@ class AutoOverlap(BackwardOverlap):
         return super().before_step()
 
     def after_step(self) -> None:
-        """Decide after the first step that had gradients."""
+        """Decide after the second step that had gradients, or as soon as something speaks against
+        updates beside backward."""
         if self._is_watching and self._seen_tasks:
-            self._is_watching = False
-            core = self._core
-            reason = self._reason or obstacle(core)
+            core, counts = self._core, self._counts
+            reason = self._reason or obstacle(core) or self._of_counts(counts or {})
             if reason is not None:
+                self._is_watching = False
                 self._hand_over(reason)
                 return
+            if counts is None:
+                self._counts = dict(self._seen)
+                self._seen_tasks.clear()
+                self._end_of_step()
+                self.watch()
+                self._follow_ddp()
+                return
+            self._is_watching = False
             core.notices.chosen("backward", "nothing uses gradients between backward() and step()")
         super().after_step()
+
+    def _of_counts(self, counts: dict[int, int]) -> str | None:
+        """Say whether the two steps differ, as they do where the backward of another loss comes by
+        between them."""
+        for key in counts.keys() & self._seen.keys():
+            if counts[key] != self._seen[key]:
+                return (
+                    f"a gradient was made by {counts[key]} backwards in the first step and by "
+                    f"{self._seen[key]} in the second"
+                )
+        return None
 
     def _hand_over(self, reason: str) -> None:
         core = self._core

@@ -9,6 +9,7 @@ gets an error.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .backward_hooks import EndOfTask, ParamOwner, hook_of, remove_all, spend_late
 from .obstacles import ddp_of, obstacle
 from .run import Run
 from .standin import outside_autograd
@@ -28,6 +30,10 @@ _RAISED = (
     "backward() raised after parameters had been updated (overlap='backward'), so what is left of "
     "this step is not what a plain optimizer would do"
 )
+_INSIDE = (
+    "step() was called by a hook, while a backward() ran that had updated parameters already "
+    '(overlap=\'backward\'). Call it after backward(), or use overlap="step" or "forward"'
+)
 
 
 class BackwardOverlap:
@@ -39,6 +45,8 @@ class BackwardOverlap:
 
     def __init__(self, core: OffloadCore) -> None:
         self._core = core
+        #: Backwards in several threads, or one over several devices, call the hooks side by side.
+        self._lock = threading.RLock()
         #: Hooks by the parameter's id; a parameter keeps its own alive, not the optimizer.
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         #: Group and position by the parameter's id.
@@ -60,9 +68,9 @@ class BackwardOverlap:
         #: tell nothing, or after one.
         self._is_spoiled = False
         self._is_torn = False
-        self._owner = _Owner(weakref.ref(self))
+        self._owner = ParamOwner(weakref.ref(self))
         # Parameters may outlive the optimizer.
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        weakref.finalize(self, remove_all, self._hooks).atexit = False
         self._uses_context = False
         self._is_last = False
         self._is_ddp = False
@@ -87,7 +95,7 @@ class BackwardOverlap:
 
     def watch(self) -> None:
         """See to it that all parameters that may get a gradient have a hook."""
-        hook = _hook(weakref.ref(self))
+        hook = hook_of(weakref.ref(self))
         self._is_ddp = ddp_of(self._core.model()) is not None
         self._places.clear()
         for number, group in enumerate(self._core.optimizer.param_groups):
@@ -103,16 +111,18 @@ class BackwardOverlap:
                     self._hooks[id(param)] = param.register_post_accumulate_grad_hook(hook)
 
     def find(self, param_id: int) -> torch.Tensor | None:
-        """Return the parameter with this ``id``, if it is still where it was."""
+        """Return the parameter with this ``id``, if the optimizer still has it."""
         groups = self._core.optimizer.param_groups
         group, index = self._places.get(param_id, (len(groups), 0))
         params: list[torch.Tensor] = groups[group]["params"] if group < len(groups) else []
-        found = params[index] if index < len(params) else None
-        return found if id(found) == param_id else None
+        if index < len(params) and id(params[index]) == param_id:
+            return params[index]
+        moved = (p for group in groups for p in group["params"] if id(p) == param_id)
+        return next(moved, None)
 
     def unwatch(self) -> None:
         """Remove all hooks, and forget what was copied ahead."""
-        _remove(self._hooks)
+        remove_all(self._hooks)
         self.reset()
 
     def reset(self) -> None:
@@ -130,6 +140,11 @@ class BackwardOverlap:
                 "already"
             )
         self.distrust()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this step's run has begun."""
+        return bool(self._has_begun)
 
     @property
     def is_midway(self) -> bool:
@@ -155,7 +170,8 @@ class BackwardOverlap:
         run.release()
         problem = run.what_changed()
         if self._tasks:
-            problem = _RAISED
+            is_inside = torch._C._current_graph_task_id() in self._tasks
+            problem = _INSIDE if is_inside else _RAISED
         if problem is not None:
             raise self.refuse(problem)
         return run
@@ -170,14 +186,21 @@ class BackwardOverlap:
         self._end_of_step()
         self.watch()
         self._run = None
-        model = self._core.model()
         if obstacle(self._core) is None:
-            ddp = ddp_of(model)
-            if ddp is not None:
-                from .ddp import follow
+            self._follow_ddp()
+            try:
+                self._run = Run(self._core, self.order, self._owner)
+            except torch.OutOfMemoryError:
+                # The step is done, and must not look as if it were not. The next one tries again.
+                self._core.notices.no_memory_ahead()
 
-                follow(ddp, self)
-            self._run = Run(self._core, self.order, self._owner)
+    def _follow_ddp(self) -> None:
+        """Be told of averaged gradients, where a model is distributed so."""
+        ddp = ddp_of(self._core.model())
+        if ddp is not None:
+            from .ddp import follow
+
+            follow(ddp, self)
 
     def _end_of_step(self) -> None:
         self._seen, self._positions, self._count = {}, {}, 0
@@ -193,14 +216,15 @@ class BackwardOverlap:
 
     def accumulated(self, param: torch.Tensor) -> None:
         """Note that something was added to the gradient of ``param``; update what is complete."""
-        self._follow_task()
-        if self._is_spoiled:
-            return
-        if self._is_ddp:
-            self._check_not_done(param)
-            self._local.add(id(param))
-        elif self._is_final(param) and self._is_running():
-            self._run_of_now().gradient_is_final(param)
+        with self._lock:
+            self._follow_task()
+            if self._is_spoiled:
+                return
+            if self._is_ddp:
+                self._check_not_done(param)
+                self._local.add(id(param))
+            elif self._is_final(param) and self._is_running():
+                self._run_of_now().gradient_is_final(param)
 
     def averaged(
         self, params: list[torch.Tensor], grads: list[torch.Tensor], wait: Callable[[], object]
@@ -212,12 +236,13 @@ class BackwardOverlap:
             grads: what to update them with; stay as they are until the next backward.
             wait: makes the current stream wait for them.
         """
-        # Of one that has no gradient here, nobody knows yet whether it has one elsewhere.
-        here = [(p, g) for p, g in zip(params, grads, strict=True) if id(p) in self._local]
-        self._local -= {id(param) for param, _ in here}
-        final = [(param, grad) for param, grad in here if self._is_final(param)]
-        if final and self._is_running():
-            self._run_of_now().gradients_are_averaged(final, wait)
+        with self._lock:
+            # Of one that has no gradient here, nobody knows yet whether it has one elsewhere.
+            here = [(p, g) for p, g in zip(params, grads, strict=True) if id(p) in self._local]
+            self._local -= {id(param) for param, _ in here}
+            final = [(param, grad) for param, grad in here if self._is_final(param)]
+            if final and self._is_running():
+                self._run_of_now().gradients_are_averaged(final, wait)
 
     def _check_not_done(self, param: torch.Tensor) -> None:
         if self._has_begun and self._run is not None and id(param) in self._run.done:
@@ -269,11 +294,15 @@ class BackwardOverlap:
         task = torch._C._current_graph_task_id()
         if task >= 0 and task not in self._tasks and not self._is_spoiled:
             self._tasks.add(task)
-            end = _EndOfTask(weakref.ref(self), task)
+            end = EndOfTask(weakref.ref(self), task)
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def task_ended(self, task: int) -> None:
         """Note that a backward has ended well."""
+        with self._lock:
+            self._end_task(task)
+
+    def _end_task(self, task: int) -> None:
         self._tasks.discard(task)
         if task not in self._updating:
             return
@@ -283,14 +312,15 @@ class BackwardOverlap:
         if self._is_ddp and self._run is not None:
             # DDP puts its own into the parameters' gradients in a callback that comes after this.
             run = weakref.ref(self._run)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _spend_late(run()))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: spend_late(run()))
 
     def task_raised(self, task: int) -> None:
         """Note that a backward has raised. If it had updated anything, ``step()`` will refuse."""
-        if task in self._tasks:
-            self._is_torn = self.is_midway
-            if not self._is_torn:
-                self._spoil()
+        with self._lock:
+            if task in self._tasks:
+                self._is_torn = self.is_midway
+                if not self._is_torn:
+                    self._spoil()
 
     def refuse(self, problem: str) -> RuntimeError:
         """Let no step be made until a checkpoint is loaded. Returns the error to raise."""
@@ -301,71 +331,3 @@ class BackwardOverlap:
         reason = f"{problem}. Load a checkpoint of parameters and optimizer to go on."
         self._core.fail(reason)
         return RuntimeError(reason)
-
-
-class _EndOfTask:
-    """A callback of the autograd engine. A backward that raises drops it without a call."""
-
-    def __init__(self, reference: weakref.ref[BackwardOverlap], task: int) -> None:
-        self._reference = reference
-        self._task = task
-
-    def __call__(self) -> None:
-        overlap = self._reference()
-        if overlap is not None:
-            overlap.task_ended(self._task)
-
-    def __del__(self) -> None:
-        overlap = self._reference()
-        if overlap is not None:
-            overlap.task_raised(self._task)
-
-
-class _Owner:
-    """Of spent gradients, which may outlive the optimizer."""
-
-    def __init__(self, reference: weakref.ref[BackwardOverlap]) -> None:
-        self._reference = reference
-
-    def find(self, param_id: int) -> torch.Tensor | None:
-        overlap = self._reference()
-        return None if overlap is None else overlap.find(param_id)
-
-    def used(self) -> RuntimeError:
-        """Return the error for who uses a parameter that was updated already."""
-        text = (
-            "a parameter was used between its update in backward() and step(), where a plain "
-            "optimizer would not have updated it yet. Call step() before the next forward, enter "
-            "last_microbatch(optimizer) around the last backward() of those that accumulate, or "
-            'use overlap="step"'
-        )
-        overlap = self._reference()
-        return RuntimeError(text) if overlap is None else overlap.refuse(text)
-
-    def refused(self) -> None:
-        overlap = self._reference()
-        if overlap is not None and overlap._has_begun:
-            overlap.refuse(
-                "gradients were asked for between backward() and step(), where parameters had been "
-                "updated with them already"
-            )
-
-
-def _remove(hooks: dict[int, torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in hooks.values():
-        handle.remove()
-    hooks.clear()
-
-
-def _spend_late(run: Run | None) -> None:
-    if run is not None:
-        run.spend_late()
-
-
-def _hook(reference: weakref.ref[BackwardOverlap]) -> Callable[[torch.Tensor], None]:
-    def accumulated(param: torch.Tensor) -> None:
-        overlap = reference()
-        if overlap is not None:
-            overlap.accumulated(param)
-
-    return accumulated

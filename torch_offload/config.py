@@ -129,8 +129,8 @@ class OffloadConfig:
             their gradients are final, while backward goes on. Whoever reads or changes gradients
             or hyper-parameters between ``backward()`` and ``step()`` then gets an error.
             ``"forward"``: ``step()`` returns at once, and parameters wait for their own updates
-            until the next forward uses them; needs :func:`attach_model`. ``"auto"``: the first step
-            is watched; ``"backward"`` if nothing uses gradients before ``step()``, else
+            until the next forward uses them; needs :func:`attach_model`. ``"auto"``: the first two
+            steps are watched; ``"backward"`` if nothing uses gradients before ``step()``, else
             ``"forward"`` if the model is known.
         gpu_budget: state that stays on the device and costs no copies: bytes as an int or text, a
             share of the state such as ``"50%"``, or ``"auto"`` for what the first steps leave free.

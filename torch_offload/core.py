@@ -10,16 +10,13 @@ import warnings
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from .auto import AutoOverlap
 from .backward import BackwardOverlap
-from .chunk import split_runs
 from .config import OffloadConfig
-from .distributed import local
 from .failure import UNFINISHED, Refusal, half_way
 from .forks import keep_in_children
 from .forward import ForwardOverlap, ForwardRun
@@ -27,7 +24,6 @@ from .host import HostStore
 from .layout import Layout
 from .notices import Notices
 from .pipeline import Pipeline
-from .placement import traveling
 from .planner import Planner
 from .probe import StateProbe
 from .refusals import (
@@ -37,11 +33,12 @@ from .refusals import (
 )
 from .residency import NUM_STEPS_WATCHED
 from .run import Run
-from .shard import Shard, by_chunk, runs
+from .shard import by_chunk
 from .stats import OffloadStats, StepClock
 from .stepper import Stepper
+from .tasks import creation_of, update_of
 from .traits import Traits
-from .work import Born, Creation, Traffic, Update
+from .work import Traffic
 
 #: Attributes of an optimizer that a stand-in does not share with it.
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "step", "_offload_core"})
@@ -156,9 +153,11 @@ class OffloadCore:
             self._is_adrift = True
             for device, pipeline in self.pipelines.items():
                 born, known = by_chunk(shards, device)
-                pipeline.create([self._creation(stepper, chunk) for chunk in born], self._traffic)
+                pipeline.create(
+                    [creation_of(self, chunk, stepper) for chunk in born], self._traffic
+                )
                 if run is None:
-                    work = [self.update_of(chunk, stepper) for chunk in known]
+                    work = [update_of(chunk, stepper) for chunk in known]
                     pipeline.update(work, self._traffic)
                 else:
                     run.finish(device, known)
@@ -215,18 +214,6 @@ class OffloadCore:
         """
         groups = self.optimizer.param_groups
         return Stepper(self.plain_class, self.attributes(), groups, own_tensors)
-
-    def update_of(self, shards: list[Shard], stepper: Stepper | None = None) -> Update:
-        """Describe the update of one chunk, all with state; without a stepper it is given later."""
-        home = shards[0].home
-        assert home is not None, "a parameter with state has a home"
-        block = home.hosted.block
-        return Update(
-            block=None if block is None else block.bytes,
-            runs=split_runs(runs(shards), block.seams if block is not None else ()),
-            slot_bytes=max(home.slot_bytes(shard.part) for shard in shards) if block else 0,
-            apply=None if stepper is None else partial(stepper.update, shards),
-        )
 
     def model(self) -> torch.nn.Module | None:
         """Return the model that was attached, if it lives."""
@@ -344,35 +331,6 @@ class OffloadCore:
         if self.failure is not None:
             text = f"this state is not that of a whole step: {self.failure.reason}"
             warnings.warn(text, stacklevel=3)
-
-    def _creation(self, stepper: Stepper, shards: list[Shard]) -> Creation:
-        def apply() -> list[Born]:
-            states = stepper.create(shards)
-            specs = [
-                tuple(shard.whole(spec) for spec in traveling(state or {}))
-                for shard, state in zip(shards, states, strict=True)
-            ]
-            strangers = [
-                (shard.param, wanted)
-                for shard, wanted in zip(shards, specs, strict=True)
-                if not self.planner.fits(shard.param, wanted)
-            ]
-            if strangers:
-                self.planner.layout.add(strangers)
-            born: list[Born] = []
-            for shard, state in zip(shards, states, strict=True):
-                home = self.planner.layout.home(shard.param)
-                assert home is not None
-                if state is not None:
-                    born += [
-                        (local(state[key]), local(shard.of(view)))
-                        for key, view in home.views.items()
-                    ]
-                    if shard.is_first:
-                        self.state[shard.param] = {**state, **home.views}
-            return born
-
-        return Creation(apply)
 
     def attributes(self) -> dict[str, Any]:
         """Everything that a stand-in shares with the optimizer, GradScaler's tensors included."""

@@ -21,6 +21,7 @@ from .obstacles import obstacle
 from .shard import Shard
 from .stepper import Stepper
 from .streams import Handoff, caller_stream
+from .tasks import update_of
 from .waiting import hold, is_held, release
 from .work import Traffic
 
@@ -93,7 +94,7 @@ class ForwardRun:
         if overlap is not None and not self._core.traits.random and not alone:
             chunks = sorted(chunks, key=lambda c: min(overlap.position(s.param) for s in c))
         pipeline = self._core.pipelines[device]
-        work = [self._core.update_of(chunk, self.stepper) for chunk in chunks]
+        work = [update_of(chunk, self.stepper) for chunk in chunks]
         flow = self._flows[device] = pipeline.flow_beside(work, self.traffic)
         flow.wait_for(caller_stream(device))
         flow.expect(work)

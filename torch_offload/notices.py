@@ -119,6 +119,14 @@ class Notices:
             "takes as long as the copies.",
         )
 
+    def no_memory_ahead(self) -> None:
+        """The device has no memory for the slots of the next step after one that is done."""
+        self._once(
+            "no memory ahead",
+            "the device has no memory left for a slot after step(), so nothing is copied in before "
+            "the next backward, which needs it. Set a smaller chunk_size or num_slots.",
+        )
+
     def no_help(self, devices: set[str], state_bytes: int, staging_bytes: int) -> None:
         """Offload cannot help: told after the first step that updated something.
 

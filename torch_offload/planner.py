@@ -126,7 +126,10 @@ class Planner:
         self._core.synchronize()
         for param in params:
             values = dict(self._core.state[param])
-            self.layout.add([(param, self._specs(param))], Budget(share=1.0))
+            try:
+                self.layout.add([(param, self._specs(param))], Budget(share=1.0))
+            except torch.OutOfMemoryError:  # scattered memory; the step that decides this is done
+                break
             home = self.layout.home(param)
             assert home is not None
             values.update({key: home.receive(key, values[key]) for key in home.views})

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from .distributed import is_distributed, local
+from .distributed import local
+from .expected import ExpectedChunk, expected_shards, newcomers_of, views_of
 from .flow import Flow
-from .shard import Shard, by_chunk, shards_of
+from .shard import Shard, by_chunk
 from .spent import Owner, is_spent, spend
 from .standin import outside_autograd
-from .stepper import Stepper, newcomers_matter
+from .stepper import Stepper
 from .streams import Handoff, caller_stream
+from .tasks import update_of
 from .values import same, snapshot
 from .waiting import hold, release
 from .work import Traffic
@@ -30,26 +31,6 @@ if TYPE_CHECKING:
 NUM_HELD = 2
 #: Attributes that change with every step and say nothing about the update.
 _NOT_COMPARED = frozenset({"_opt_called", "_step_count"})
-
-
-@dataclass(eq=False, slots=True)
-class _Chunk:
-    """What is updated at once, when the gradients of all its parameters are final."""
-
-    flow: Flow
-    number: int
-    shards: list[Shard]
-    missing: set[int]
-    #: The local tensors that hold its state on the host, and their versions.
-    views: list[torch.Tensor]
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self.versions_now()
-
-    def versions_now(self) -> list[int]:
-        """Tell whether somebody wrote to the state, but for the pipeline."""
-        return [view._version for view in self.views]
 
 
 class Run:
@@ -71,18 +52,19 @@ class Run:
         self.traffic = Traffic()
         self.flows: dict[torch.device, Flow] = {}
         self.stepper: Stepper | None = None
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[ExpectedChunk] = []
         #: The chunks that wait for a parameter's gradient, by its id.
-        self._waiting: dict[int, list[_Chunk]] = {}
+        self._waiting: dict[int, list[ExpectedChunk]] = {}
         #: The ids of parameters that were updated.
         self.done: set[int] = set()
-        self._held: deque[tuple[list[torch.Tensor], Handoff[None], torch.device]] = deque()
+        self._held: deque[tuple[list[torch.Tensor], Handoff[None], list[Any]]] = deque()
         self._before: list[Any] = []
         self._global_hooks: set[int] = set()
         self._newcomers = newcomers_of(core)
         #: Memory and version of parameters after their update.
         self._after: dict[int, tuple[int, int]] = {}
         self._forbidden: list[torch.Tensor] = []
+        self._ticket = _Forbidden(owner)
         #: Gradients that are not in the parameters, by their ids, and whose those are.
         self._given: dict[int, torch.Tensor] = {}
         self._late: list[torch.Tensor] = []
@@ -90,11 +72,11 @@ class Run:
         for device in dict.fromkeys(shard.param.device for shard in shards):
             _, known = by_chunk(shards, device)
             known.sort(key=lambda chunk: max(order[id(shard.param)] for shard in chunk))
-            work = [core.update_of(chunk) for chunk in known]
+            work = [update_of(chunk) for chunk in known]
             flow = self.flows[device] = core.pipelines[device].flow_beside(work, self.traffic)
             flow.expect(work)
             self._chunks += [
-                _Chunk(flow, number, chunk, {id(s.param) for s in chunk}, _views(chunk))
+                ExpectedChunk(flow, number, chunk, {id(s.param) for s in chunk}, views_of(chunk))
                 for number, chunk in enumerate(known)
             ]
         for chunk in self._chunks:
@@ -121,7 +103,7 @@ class Run:
                 and core.planner.is_home(shard.param, shard.state)
                 for shard in shards
             )
-            and all(chunk.versions_now() == chunk.versions for chunk in self._chunks)
+            and all(chunk.is_untouched() for chunk in self._chunks)
         )
 
     def release(self) -> None:
@@ -141,7 +123,12 @@ class Run:
         assert self.stepper is not None
         for chunk in self._waiting.get(id(param), ()):
             chunk.missing.discard(id(param))
-            if not chunk.missing and all(shard.is_as_planned() for shard in chunk.shards):
+            chunk.streams.setdefault(caller_stream(param.device))
+            if (
+                not chunk.missing
+                and chunk.is_untouched()
+                and all(shard.is_as_planned() for shard in chunk.shards)
+            ):
                 try:
                     with outside_autograd():
                         self._update(chunk)
@@ -177,20 +164,30 @@ class Run:
         if flow is not None:
             flow.wait_for(caller_stream(device))
             planned = {_members(chunk.shards): chunk for chunk in self._chunks}
+            rest = []
             for shards in chunks:
                 chunk = planned.get(_members(shards))
-                if chunk is not None and chunk.flow is flow and flow.is_loaded(chunk.number):
+                if chunk is not None and chunk.flow is flow and chunk.is_loaded():
                     flow.update(chunk.number, partial(self.stepper.update, shards))
-                    rest.remove(shards)
+                else:
+                    rest.append(shards)
             flow.updates_so_far().take(caller_stream(device))
-        work = [self._core.update_of(shards, self.stepper) for shards in rest]
+        work = [update_of(shards, self.stepper) for shards in rest]
         self._core.pipelines[device].update(work, self.traffic)
 
     def wait(self) -> None:
         """Let the callers' streams wait for every update so far, and free the gradients."""
         for device, flow in self.flows.items():
             flow.updates_so_far().take(caller_stream(device))
-        self._held.clear()
+        while self._held:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Free the gradients of the chunk that was updated first of those that are held."""
+        _, updated, streams = self._held[0]
+        for stream in streams:
+            updated.take(stream)  # I5
+        self._held.popleft()
 
     def end(self) -> None:
         """After the last update: see to the slots, and that everything is read in its turn."""
@@ -217,7 +214,7 @@ class Run:
         group_of = _groups_of(self._core)
         for chunk in self._chunks:
             used = [shard for shard in chunk.shards if id(shard.param) in self.done]
-            is_same = not used or chunk.versions_now() == chunk.versions
+            is_same = not used or chunk.is_untouched()
             for shard in used:
                 param = shard.param
                 if not (
@@ -257,15 +254,13 @@ class Run:
         }
         return [autocast, snapshot(attributes), *(snapshot(v) for v in values)]
 
-    def _update(self, chunk: _Chunk) -> None:
+    def _update(self, chunk: ExpectedChunk) -> None:
         assert self.stepper is not None
-        device = chunk.shards[0].param.device
-        caller = caller_stream(device)
-        chunk.flow.wait_for(caller)
+        for stream in chunk.streams:
+            chunk.flow.wait_for(stream)
         with self._gradients_in_place(chunk):
             chunk.flow.update(chunk.number, partial(self.stepper.update, chunk.shards))
         spent: list[torch.Tensor] = []
-        forbidden = _Forbidden(self._owner)
         params = list({id(shard.param): shard.param for shard in chunk.shards}.values())
         # Whoever saved one must not read it.
         torch.autograd.graph.increment_version([local(param) for param in params])
@@ -284,16 +279,14 @@ class Run:
                 spent.append(grad)
                 spend(param, self._owner)
             if self._owner is not None:
-                hold(param, forbidden)  # last: each look at it is a call from here on
+                hold(param, self._ticket)  # last: each look at it is a call from here on
                 self._forbidden.append(param)
-        self._held.append((spent, chunk.flow.updates_so_far(), device))
+        self._held.append((spent, chunk.flow.updates_so_far(), list(chunk.streams)))
         while len(self._held) > NUM_HELD:
-            _, updated, where = self._held[0]
-            updated.take(caller_stream(where))  # I5
-            self._held.popleft()
+            self._let_go()
 
     @contextmanager
-    def _gradients_in_place(self, chunk: _Chunk) -> Iterator[None]:
+    def _gradients_in_place(self, chunk: ExpectedChunk) -> Iterator[None]:
         """Let parameters have the gradients that were given for them."""
         params = {id(s.param): s.param for s in chunk.shards if id(s.param) in self._given}
         own = {key: param.grad for key, param in params.items()}
@@ -307,26 +300,17 @@ class Run:
 
 
 class _Forbidden:
-    """What a parameter waits for that nobody may use before ``step()``."""
+    """What parameters wait for that nobody may use before ``step()``. All of a step have the same
+    one. It raises once, so that a checkpoint can be loaded where the optimizer is gone."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
+        self._has_raised = False
 
     def wait(self) -> None:
-        raise self._owner.used()
-
-
-def newcomers_of(core: OffloadCore) -> set[tuple[int, torch.device, torch.dtype]]:
-    """Return the lists of parameters in which one without state may change how others are stepped:
-    group, device and dtype."""
-    if not newcomers_matter(core.plain_class):
-        return set()
-    return {
-        (index, param.device, param.dtype)
-        for index, group in enumerate(core.optimizer.param_groups)
-        for param in group["params"]
-        if param.requires_grad and not core.state.get(param)
-    }
+        if not self._has_raised:
+            self._has_raised = True
+            raise self._owner.used()
 
 
 def _groups_of(core: OffloadCore) -> dict[int, int]:
@@ -340,36 +324,5 @@ def _memory(param: torch.Tensor) -> tuple[int, int]:
     return own._version, own.data_ptr()
 
 
-def expected_shards(core: OffloadCore, order: Mapping[int, int]) -> list[Shard]:
-    """Return what of the next step can be updated as soon as its gradients are final.
-
-    Not parameters without state, nor those that step in one list with such (it may matter), nor
-    DTensors that are not stepped by their local tensors: all ranks must step them in one order.
-    Whether the state is still where its home is :meth:`Run.is_current` tells.
-    """
-    found: list[Shard] = []
-    newcomers = newcomers_of(core)
-    for index, group in enumerate(core.optimizer.param_groups):
-        for param in group["params"]:
-            state = core.state.get(param)
-            home = core.planner.layout.home(param)
-            if (
-                id(param) in order
-                and param.requires_grad
-                and state
-                and home is not None
-                and (index, param.device, param.dtype) not in newcomers
-            ):
-                fused = bool(group.get("fused"))
-                found += shards_of(index, param, home, state, core.traits.elementwise, fused)
-    return [shard for shard in found if shard.unwraps or not is_distributed(shard.param)]
-
-
 def _members(shards: Sequence[Shard]) -> tuple[Any, ...]:
     return tuple((id(shard.param), shard.part) for shard in shards)
-
-
-def _views(shards: Sequence[Shard]) -> list[torch.Tensor]:
-    homes = [shard.home for shard in shards]
-    views = [home.views.values() for home in homes if home is not None and not home.is_resident]
-    return [local(view) for values in views for view in values]

@@ -146,18 +146,19 @@ def make_workload(
     layer_kept = (18 + 2 * itemsize) * decoder.hidden + 8 * decoder.mlp
     working = round(WORKING * micro * layer_kept)
     parts = num_gpus if is_sharded else 1
-    params_bytes = itemsize * subject.num_params // parts
+    params_bytes = itemsize * (subject.num_params + subject.frozen_params) // parts
+    grads_bytes = itemsize * subject.num_params // parts
     layer_bytes = itemsize * subject.layer_params
     if is_sharded:
         extra = 2 * layer_bytes  # one is computed with, the next is gathered
     else:
-        extra = params_bytes if num_gpus > 1 else 0  # DDP's buckets
+        extra = grads_bytes if num_gpus > 1 else 0  # DDP's buckets
     return Workload(
         params_bytes=params_bytes,
-        grads_bytes=params_bytes,
+        grads_bytes=grads_bytes,
         state_bytes=state_bytes // parts,
-        layer_grads_bytes=layer_bytes // parts,
-        first_grads_bytes=itemsize * subject.embedding_params // parts,
+        layer_grads_bytes=min(layer_bytes // parts, grads_bytes),
+        first_grads_bytes=min(itemsize * subject.embedding_params // parts, grads_bytes),
         cast_bytes=2 * subject.layer_params if itemsize == 4 else 0,
         kept_bytes=micro * decoder.layers * (layer_input if recompute else layer_kept),
         working_bytes=working,
@@ -171,11 +172,14 @@ def make_workload(
 
 def operations(subject: Subject, tokens: int, sequence: int, recompute: bool = True) -> float:
     """Return the operations of forward and backward: two for each parameter and token in matrix
-    multiplications and causal attention, three times, or four where layers are computed again."""
+    multiplications and causal attention, three times, or four where layers are computed again. What
+    is frozen gets no gradient: once less. Each token is taken to use every parameter."""
     decoder = subject.decoder
-    multiplied = 2 * (subject.num_params - subject.embedding_params)
+    total = subject.num_params + subject.frozen_params
+    multiplied = 2 * (total - subject.embedding_params)
+    frozen = min(2 * subject.frozen_params, multiplied)
     attention = 2 * sequence * decoder.hidden * decoder.layers
-    return float((4 if recompute else 3) * tokens * (multiplied + attention))
+    return float(tokens * ((4 if recompute else 3) * (multiplied + attention) - frozen))
 
 
 def split(compute_s: float, recompute: bool = True) -> tuple[float, float]:
@@ -185,9 +189,10 @@ def split(compute_s: float, recompute: bool = True) -> tuple[float, float]:
 
 
 def update_seconds(workload: Workload, memory_bytes_per_s: float) -> float:
-    """Return seconds of an update: parameters and state are read and written, gradients read."""
+    """Return seconds of an update: what is trained and state are read and written, gradients, of
+    the same size as the former, read."""
     w = workload
-    return (2 * w.params_bytes + w.grads_bytes + 2 * w.state_bytes) / memory_bytes_per_s
+    return (3 * w.grads_bytes + 2 * w.state_bytes) / memory_bytes_per_s
 
 
 def clip_seconds(workload: Workload, memory_bytes_per_s: float) -> float:

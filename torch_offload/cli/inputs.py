@@ -115,9 +115,11 @@ def compute_of(
             f"gpu={name!r} is not known, so the time of forward and backward is not either. Use "
             f"--gpu with one of {hardware.known()}, or measure it and give --compute-s."
         )
-    needed = operations(subject, request.tokens, request.sequence, request.recompute)
+    sequence = min(request.sequence, request.tokens // request.accumulation)
+    needed = operations(subject, request.tokens, sequence, request.recompute)
     share = hardware.FLOPS_SHARE
-    return needed / (share * gpu.flops), f"{ASSUMED}: {share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s"
+    speed = f"{share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s, all parameters for each token"
+    return needed / (share * gpu.flops), f"{ASSUMED}: {speed}"
 
 
 def limits_of(

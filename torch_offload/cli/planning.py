@@ -143,9 +143,10 @@ def make_plan(request: Request, say: Callable[[str], None] = lambda _: None) -> 
     limits, memory_from, host_from = limits_of(request, gpu, own_gpu)
     config = OffloadConfig(chunk_size=request.chunk_size, num_slots=request.num_slots)
     assumed = f" ({ASSUMED})" if subject.is_assumed else ""
+    frozen = f" and {subject.frozen_params:,} frozen" if subject.frozen_params else ""
     gpu_text = "this machine" if own_gpu is not None else GIVEN if request.gpu else ASSUMED
     facts = [
-        ("model", f"{subject.origin}{assumed}, {subject.num_params:,} parameters"),
+        ("model", f"{subject.origin}{assumed}, {subject.num_params:,} parameters{frozen}"),
         ("state", f"{size / 1e9:.1f} GB of {request.optimizer}, {request.dtype} parameters"),
         ("GPU", f"{request.num_gpus} x {name} ({gpu_text}), {memory_from}"),
         ("host memory", host_from),

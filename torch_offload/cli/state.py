@@ -120,6 +120,7 @@ def of_module(model: nn.Module, name: str) -> Subject:
         embedding_params=embedding,
         origin=name,
         is_assumed=is_assumed,
+        frozen_params=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
 
 

@@ -44,11 +44,12 @@ class Subject:
     """A model without its numbers.
 
     Attributes:
-        shapes: how often each shape of a parameter occurs.
+        shapes: how often each shape of a parameter that is trained occurs.
         decoder: what it is, or is taken to be.
         embedding_params: in the first embedding, which does no matrix multiplication.
         origin: where this comes from, in words.
         is_assumed: whether the decoder is a guess.
+        frozen_params: elements of parameters that are not trained.
     """
 
     shapes: Mapping[Shape, int]
@@ -56,17 +57,19 @@ class Subject:
     embedding_params: int
     origin: str
     is_assumed: bool = False
+    frozen_params: int = 0
 
     @property
     def num_params(self) -> int:
-        """Elements of all parameters."""
+        """Elements of all parameters that are trained."""
         return sum(prod(shape) * count for shape, count in self.shapes.items())
 
     @property
     def layer_params(self) -> int:
-        """Elements of one layer."""
+        """Elements of one layer, trained or not."""
         outside = self.embedding_params + self.decoder.vocabulary * self.decoder.hidden
-        return max(self.num_params - outside, 0) // max(self.decoder.layers, 1)
+        total = self.num_params + self.frozen_params
+        return max(total - outside, 0) // max(self.decoder.layers, 1)
 
 
 def of_count(num_params: float) -> Subject:
@@ -146,6 +149,10 @@ def of_settings(config: Mapping[str, Any], name: str) -> Subject:
     hidden = number("hidden_size", "n_embd")
     layers = number("num_hidden_layers", "n_layer")
     heads = number("num_attention_heads", "n_head")
+    if heads > hidden:
+        raise ValueError(
+            f"config={name!r} has {heads} heads for a hidden size of {hidden}. Correct one of them."
+        )
     vocabulary = number("vocab_size")
     shapes: Counter[Shape] = Counter()
     if kind in _GATED:

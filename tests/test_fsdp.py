@@ -175,7 +175,8 @@ def assert_on_host(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             assert isinstance(value, DTensor), key
             assert value.device_mesh == param.device_mesh
             assert value.shape == param.shape
-            assert value.to_local().device.type == "cpu"
+            where = (key, tuple(param.shape), tuple(param.to_local().shape), value.placements)
+            assert value.to_local().device.type == "cpu", where
             assert value.to_local().shape == param.to_local().shape
             assert value.to_local().is_pinned() == (
                 param.to_local().is_cuda and param.to_local().numel() > 0

@@ -106,6 +106,14 @@ smoke: dist  ## install the wheel into an empty environment, and use it
 docs: $(SETUP)  ## the documentation, in site/; a link that leads nowhere fails
 	$(PY) -m sphinx -W --keep-going -q -b html docs site
 
+.PHONY: bench-lightning
+bench-lightning: $(SETUP)  ## training steps through Lightning's Trainer, plain and offloaded; writes a record
+	@$(PY) benchmarks/bench_lightning.py $(BENCH_ARGS)
+
+.PHONY: bench-overhead
+bench-overhead: $(SETUP)  ## what hooks and waiting parameters cost the CPU; writes a record
+	@$(PY) benchmarks/bench_overhead.py $(BENCH_ARGS)
+
 .PHONY: bench-trainer
 bench-trainer: $(SETUP)  ## a script with transformers' Trainer, plain and offloaded (BENCH_ARGS="--batch 4")
 	@$(PY) benchmarks/bench_trainer.py $(BENCH_ARGS)

@@ -348,8 +348,16 @@ def main(argv: list[str] | None = None) -> None:
         for point in mode["points"]
         if point["equal"] is False
     ]
+    failed = [
+        f"{mode['label']} at {point['tokens']} tokens"
+        for mode in record["modes"]
+        for point in mode["points"]
+        if point["outcome"] == "error"
+    ]
     if wrong:
         raise SystemExit(f"Not the bits of plain AdamW: {', '.join(wrong)}")
+    if failed:
+        raise SystemExit(f"Ended in an error, see the record: {', '.join(failed)}")
 
 
 def _seconds(steps: Sequence[Sequence[tuple[str, float, float]]], name: str) -> list[float]:

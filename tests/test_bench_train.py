@@ -419,3 +419,25 @@ def test_gradients_that_live_at_once_are_counted(live_gradients):
         model(torch.randn(2, 8)).sum().backward()
     assert (found.most_bytes, found.all_bytes) == (one, 4 * one)
     assert all(len(param._post_accumulate_grad_hooks) == 1 for param in model.parameters())
+
+
+def test_a_mode_that_ends_in_an_error_is_not_a_success(bench_train, monkeypatch, tmp_path):
+    """The record says it as well."""
+    step = bench_train.Training.step
+
+    def failing(self, batch, laps, recorded=None):
+        if self.mode.overlap == "step":
+            raise RuntimeError("broken")
+        return step(self, batch, laps, recorded)
+
+    monkeypatch.setattr(bench_train.Training, "step", failing)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("TORCH_OFFLOAD_COMMIT", COMMIT)
+    arguments = "--device cpu --seq 16 --tokens 32 --steps 1 --warmup 1 --modes none step"
+    try:
+        with pytest.raises(SystemExit, match="Ended in an error.*step at 32 tokens"):
+            bench_train.main([*arguments.split(), "--out", str(tmp_path / "record.json")])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [mode["points"][0]["outcome"] for mode in record["modes"]] == ["ok", "ok", "error"]

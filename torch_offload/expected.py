@@ -56,7 +56,7 @@ def newcomers_of(core: OffloadCore) -> set[tuple[int, torch.device, torch.dtype]
         (index, param.device, param.dtype)
         for index, group in enumerate(core.optimizer.param_groups)
         for param in group["params"]
-        if param.requires_grad and not core.state.get(param)
+        if (param.requires_grad or param.grad is not None) and not core.state.get(param)
     }
 
 

@@ -61,6 +61,7 @@ class Run:
         self._before: list[Any] = []
         self._global_hooks: set[int] = set()
         self._newcomers = newcomers_of(core)
+        self._kernels = _kernels_of(core)
         #: Memory and version of parameters after their update.
         self._after: dict[int, tuple[int, int]] = {}
         self._forbidden: list[torch.Tensor] = []
@@ -97,6 +98,7 @@ class Run:
         shards = [shard for chunk in self._chunks for shard in chunk.shards if shard.is_first]
         return (
             self._newcomers == newcomers_of(core)
+            and self._kernels == _kernels_of(core)
             and all(
                 group_of.get(id(shard.param)) == shard.group
                 and core.state.get(shard.param) is shard.state
@@ -311,6 +313,11 @@ class _Forbidden:
         if not self._has_raised:
             self._has_raised = True
             raise self._owner.used()
+
+
+def _kernels_of(core: OffloadCore) -> list[bool]:
+    """Tell which groups have fused kernels: those decide where a parameter can be cut."""
+    return [bool(group.get("fused")) for group in core.optimizer.param_groups]
 
 
 def _groups_of(core: OffloadCore) -> dict[int, int]:

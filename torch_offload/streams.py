@@ -41,7 +41,8 @@ def caller_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream that is current on ``device`` at this moment."""
     if device.type not in _ASYNC_DEVICES:
         return None
-    return torch.accelerator.current_stream(device)
+    # By its index, which needs no parsing: this is called by each hook.
+    return torch.accelerator.current_stream(device.index)
 
 
 def on(stream: torch.Stream | None) -> AbstractContextManager[object]:

@@ -435,7 +435,7 @@ def test_a_mode_that_ends_in_an_error_is_not_a_success(bench_train, monkeypatch,
     monkeypatch.setenv("TORCH_OFFLOAD_COMMIT", COMMIT)
     arguments = "--device cpu --seq 16 --tokens 32 --steps 1 --warmup 1 --modes none step"
     try:
-        with pytest.raises(SystemExit, match="Ended in an error.*step at 32 tokens"):
+        with pytest.raises(SystemExit, match=r"Ended in an error.*step at 32 tokens"):
             bench_train.main([*arguments.split(), "--out", str(tmp_path / "record.json")])
     finally:
         torch.use_deterministic_algorithms(False)

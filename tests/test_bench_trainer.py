@@ -27,7 +27,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return bench_trainer
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_runs_have_the_bits_of_plain(tmp_path: Path):
     out = tmp_path / "record.json"
     done = subprocess.run(

@@ -109,7 +109,11 @@ TRAINER_WAYS: dict[str, dict[str, Any]] = {
     ("package", "module"),
     [
         ("lightning.pytorch", "lightning_offload.trainer_lightning"),
-        ("pytorch_lightning", "lightning_offload.trainer_pytorch_lightning"),
+        pytest.param(
+            "pytorch_lightning",
+            "lightning_offload.trainer_pytorch_lightning",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_trainer_is_switched_in_each_way(tmp_path: Path, package: str, module: str) -> None:
@@ -121,7 +125,13 @@ def test_a_trainer_is_switched_in_each_way(tmp_path: Path, package: str, module:
         cases.assert_same(expected, found, name)
 
 
-@pytest.mark.parametrize("package", cases.TRAINERS)
+@pytest.mark.parametrize(
+    "package",
+    [
+        cases.TRAINERS[0],
+        *(pytest.param(p, marks=pytest.mark.exhaustive) for p in cases.TRAINERS[1:]),
+    ],
+)
 def test_lightning_starts_two_processes(tmp_path: Path, package: str) -> None:
     expected = plain(tmp_path, TRAINER, package, devices=2)
     for name in ("offload_optimizer", "offload_optimizer_ddp_find_unused_parameters_true"):
@@ -159,7 +169,11 @@ FABRIC_WAYS: dict[str, dict[str, Any]] = {
     ("package", "module"),
     [
         ("lightning.fabric", "lightning_offload.fabric_lightning"),
-        ("lightning_fabric", "lightning_offload.fabric_lightning_fabric"),
+        pytest.param(
+            "lightning_fabric",
+            "lightning_offload.fabric_lightning_fabric",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_fabric_is_switched_in_each_way(tmp_path: Path, package: str, module: str) -> None:

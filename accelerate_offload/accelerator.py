@@ -163,7 +163,7 @@ def _using_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise RuntimeError(
                 f"{original.__name__}() came after gradients had been used by updates beside "
-                'backward. overlap="auto" chooses that when the first step uses no gradients. Set '
+                'backward. overlap="auto" chooses that when the first two steps use none. Set '
                 'overlap="forward" or overlap="step": --offload_overlap forward, '
                 "ACCELERATE_OFFLOAD_OVERLAP=forward, or overlap: forward in the section "
                 "optimizer_offload_config. Load a checkpoint of parameters and optimizer to go on."

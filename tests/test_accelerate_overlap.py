@@ -111,7 +111,7 @@ def test_clipping_that_begins_later_names_the_setting(use: str):
     with pytest.raises(RuntimeError) as caught:
         getattr(run.accelerator, use)(run.net.parameters(), 0.05)
     for remedy in (
-        'overlap="auto" chooses that when the first step uses no gradients',
+        'overlap="auto" chooses that when the first two steps use none',
         "--offload_overlap forward",
         "ACCELERATE_OFFLOAD_OVERLAP=forward",
         "overlap: forward in the section optimizer_offload_config",

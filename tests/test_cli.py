@@ -16,7 +16,7 @@ pytest.importorskip("click")
 
 from click.testing import CliRunner
 
-from accelerate_offload import flags
+from accelerate_offload import environment, flags
 from torch_offload import OffloadConfig, is_offloaded
 from torch_offload.cli import advice, benchmarks, forecast, inputs, link, machine, state, subject
 from torch_offload.cli.app import commands
@@ -461,26 +461,32 @@ def test_python_code_runs(settings):
 
 
 @pytest.mark.filterwarnings("ignore:.*tensorboardX")
+@pytest.mark.parametrize(
+    ("num_gpus", "is_sharded", "kind"), [(1, False, ""), (2, False, "DDP"), (2, True, "FSDP")]
+)
 @pytest.mark.parametrize("settings", WRITTEN, ids=str)
-def test_lightning_code_runs(settings):
+def test_lightning_code_runs(settings, num_gpus, is_sharded, kind):
     pytest.importorskip("lightning")
     names = {}
-    exec(advice.lightning_code(settings, 1), names)
-    assert names["trainer"].strategy.offload_config == advice.config_of(settings)
+    exec(advice.lightning_code(settings, num_gpus, is_sharded), names)
+    trainer = names["trainer"]
+    assert type(trainer.strategy).__name__ == f"OffloadOptimizer{kind}Strategy"
+    assert trainer.strategy.offload_config == advice.config_of(settings)
+    assert trainer.num_devices == num_gpus
 
 
 @pytest.mark.parametrize("settings", WRITTEN, ids=str)
-def test_accelerate_command_has_flags_that_exist(settings):
+def test_accelerate_command_has_flags_that_exist(settings, monkeypatch):
     words = advice.accelerate_command(settings, 1, False).split()
     assert words[:3] == ["accelerate", "launch", "--offload_optimizer"]
     assert words[-1] == "train.py"
     pairs = dict(zip(words[3:-1:2], words[4:-1:2], strict=True))
-    known = {flags.flag(name) for name in OffloadConfig.__dataclass_fields__}
-    assert pairs.keys() <= known
-    config = OffloadConfig.from_text(
-        {name.removeprefix("--offload_"): value for name, value in pairs.items()}
-    )
-    assert config == advice.config_of(settings)
+    known = {flags.flag(name): name for name in OffloadConfig.__dataclass_fields__}
+    assert pairs.keys() <= known.keys()
+    for flag, value in pairs.items():
+        monkeypatch.setenv(environment.variable(known[flag]), value)
+    # The defaults of what is not written are those of Accelerate.
+    assert environment.config_from_environment() == advice.config_of(settings)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

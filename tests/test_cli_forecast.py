@@ -278,4 +278,9 @@ def test_gpus_are_found_by_part_of_their_name():
     assert hardware.find("NVIDIA H100 PCIe").flops < hardware.find("nvidia h100 80GB hbm3").flops
     assert hardware.find("NVIDIA L40S").name == "L40S"
     assert hardware.find("NVIDIA L4").name == "L4"
-    assert hardware.find("Radeon") is None
+    assert hardware.find("NVIDIA L40").flops == hardware.find("NVIDIA L40S").flops / 2
+    assert hardware.find("NVIDIA A100-SXM4-80GB").name == "A100"
+    assert hardware.find("NVIDIA A100-PCIE-40GB").memory_bytes < 43e9
+    assert hardware.find("NVIDIA A100 80GB PCIe").memory_bytes_per_s == 1.935e12
+    for other in ("Radeon", "NVIDIA GH200 480GB", "NVIDIA GB200"):
+        assert hardware.find(other) is None

@@ -121,17 +121,17 @@ def python_code(settings: Settings) -> str:
     )
 
 
-def lightning_code(settings: Settings, num_gpus: int) -> str:
-    """Return lines for Lightning; a comment where its strategies do not reach."""
-    if num_gpus > 1:
-        return (
-            "# The strategies are for one GPU per process. Use Accelerate, or a loop of your own."
-        )
+def lightning_code(settings: Settings, num_gpus: int, is_sharded: bool) -> str:
+    """Return lines for Lightning's Trainer."""
+    kind = "" if num_gpus == 1 else "FSDP" if is_sharded else "DDP"
+    name = f"OffloadOptimizer{kind}Strategy"
     arguments = ", ".join(f"{name}={value!r}" for name, value in _changed(settings).items())
+    shards = '# configure_model calls fully_shard(..., mesh=self.device_mesh["data_parallel"])\n'
     return (
         "from lightning.pytorch import Trainer\n"
-        "from lightning_offload import OffloadOptimizerStrategy\n\n"
-        f"trainer = Trainer(strategy=OffloadOptimizerStrategy({arguments}), devices=1)"
+        f"from lightning_offload import {name}\n\n"
+        f"{shards if is_sharded else ''}"
+        f"trainer = Trainer(strategy={name}({arguments}), devices={num_gpus})"
     )
 
 
@@ -146,7 +146,8 @@ def accelerate_command(settings: Settings, num_gpus: int, is_sharded: bool) -> s
 
 
 def _changed(settings: Settings) -> dict[str, str | int]:
-    """Return the fields as a user writes them: those that differ from the defaults, and overlap."""
+    """Return the fields as a user writes them: those that differ from the defaults, and overlap,
+    whose default is another one in each front end, and may choose what was not computed here."""
     config, default = config_of(settings), OffloadConfig()
     fields: dict[str, str | int] = {"overlap": settings.overlap}
     if config.chunk_size != default.chunk_size:

@@ -5,6 +5,7 @@ The figures are those of the vendors' data sheets. They stand in where nothing w
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 #: Shares of the data sheets' figures. Each is fitted to one point of a record, and checked at
@@ -24,7 +25,7 @@ class Gpu:
     """One kind of GPU.
 
     Attributes:
-        name: part of the name that the driver gives.
+        name: whole words of the name that the driver gives.
         memory_bytes: what the driver gives in all.
         flops: dense bf16 operations a second, with fp32 sums.
         memory_bytes_per_s: to and from its own memory.
@@ -43,15 +44,19 @@ class Gpu:
         return LINK_SHARE * self.link_bytes_per_s
 
 
-#: Names that contain another one stand before it.
+#: Names that contain another one stand before it. "GH200" and "GB200" are none of these: their link
+#: to the host is another.
 GPUS = (
     Gpu("B200", 191_500_000_000, 2250e12, 8.0e12, PCIE_5_X16),
     Gpu("H200", 150_109_880_320, 989e12, 4.8e12, PCIE_5_X16),
     Gpu("H100 PCIe", 85_000_000_000, 756e12, 2.0e12, PCIE_5_X16),
     Gpu("H100", 85_000_000_000, 989e12, 3.35e12, PCIE_5_X16),
     Gpu("A100-SXM4-40GB", 42_400_000_000, 312e12, 1.555e12, PCIE_4_X16),
+    Gpu("A100-PCIE-40GB", 42_400_000_000, 312e12, 1.555e12, PCIE_4_X16),
+    Gpu("A100 80GB PCIe", 85_000_000_000, 312e12, 1.935e12, PCIE_4_X16),
     Gpu("A100", 85_000_000_000, 312e12, 2.039e12, PCIE_4_X16),
     Gpu("L40S", 47_600_000_000, 362e12, 0.864e12, PCIE_4_X16),
+    Gpu("L40", 47_600_000_000, 181e12, 0.864e12, PCIE_4_X16),
     Gpu("L4", 23_600_000_000, 121e12, 0.3e12, PCIE_4_X16),
     Gpu("RTX 4090", 25_300_000_000, 165e12, 1.008e12, PCIE_4_X16),
     Gpu("RTX 3090", 25_300_000_000, 71e12, 0.936e12, PCIE_4_X16),
@@ -59,9 +64,8 @@ GPUS = (
 
 
 def find(name: str) -> Gpu | None:
-    """Return the kind whose name is part of ``name``, whatever the case."""
-    wanted = name.lower()
-    return next((gpu for gpu in GPUS if gpu.name.lower() in wanted), None)
+    """Return the kind whose name is in ``name`` as words of their own, whatever the case."""
+    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}\b", name, re.IGNORECASE)), None)
 
 
 def known() -> str:

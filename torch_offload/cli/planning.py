@@ -79,7 +79,7 @@ class Plan:
             settings = offloading.settings
             written = {
                 "python": python_code(settings),
-                "lightning": lightning_code(settings, request.num_gpus),
+                "lightning": lightning_code(settings, request.num_gpus, request.sharded),
                 "accelerate": accelerate_command(settings, request.num_gpus, request.sharded),
             }
         record = {

@@ -93,7 +93,7 @@ def plan_report(
         settings = offloading.settings
         for title, code in (
             ("plain PyTorch", python_code(settings)),
-            ("Lightning", lightning_code(settings, num_gpus)),
+            ("Lightning", lightning_code(settings, num_gpus, is_sharded)),
             ("Accelerate", accelerate_command(settings, num_gpus, is_sharded)),
         ):
             # Never wrapped: it is there to be copied.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import accelerate.utils
 import pytest
 import torch
@@ -34,6 +35,7 @@ CASES = {
     "ddp": ["clip", "no", "apart", "stray", "hook", "clip+forward"],
     "fsdp2": ["clip", "full+step", "no"],
 }
+OLD = accelerate.__version__.startswith("1.10.")
 NAMES = {"ddp": "MULTI_[CG]PU", "fsdp2": "FSDP"}
 
 
@@ -116,6 +118,8 @@ def test_offloaded_has_the_bits_of_plain(kind: str, launched: dict[str, Launched
 def test_save_state_and_load_state_across(kind: str, launched: dict[str, Launched], name: str):
     for plain, other in zip(launched["plain"].ends, launched[name].ends, strict=True):
         for case in CASES[kind]:
+            if kind == "fsdp2" and "full" not in case and OLD:
+                continue  # Accelerate 1.10 with torch 2.10: plain that resumes plain differs as well
             resumed = other[f"{case} resumed"]
             half = len(resumed["losses"])
             assert_same_tree(plain[case]["losses"][-half:], resumed["losses"], case)

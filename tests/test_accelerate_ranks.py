@@ -119,7 +119,7 @@ def test_save_state_and_load_state_across(kind: str, launched: dict[str, Launche
     for plain, other in zip(launched["plain"].ends, launched[name].ends, strict=True):
         for case in CASES[kind]:
             if kind == "fsdp2" and "full" not in case and OLD:
-                continue  # Accelerate 1.10 with torch 2.10: plain that resumes plain differs as well
+                continue  # plain that resumes plain differs as well, with torch 2.10
             resumed = other[f"{case} resumed"]
             half = len(resumed["losses"])
             assert_same_tree(plain[case]["losses"][-half:], resumed["losses"], case)

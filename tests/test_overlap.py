@@ -665,6 +665,9 @@ def test_the_mode_is_chosen_by_what_the_first_steps_do(device, caplog, loop, cho
     assert_same(plain, other)
     assert f"goes on with '{chosen}'" in caplog.text
     assert caplog.text.count('overlap="auto"') == 1
+    # What gpu_budget="auto" keeps after the third step are chunks whose copies would be seen.
+    budget = other[1]._offload_core.planner.layout.budget
+    assert budget.from_end == (chosen == "backward")
 
 
 def test_the_mode_is_step_where_the_model_is_not_known(device, caplog):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,6 +127,8 @@ class AutoOverlap(BackwardOverlap):
             core.overlap = None
             core.notices.chosen("step", f'{reason}; "forward" needs attach_model(optimizer, model)')
             return
+        layout = core.planner.layout
+        layout.budget = replace(layout.budget, from_end=False)  # for what is chosen from here on
         core.overlap = ForwardOverlap(core)
         core.overlap.watch()
         core.notices.chosen("forward", reason)

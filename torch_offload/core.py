@@ -237,6 +237,7 @@ class OffloadCore:
         for pipeline in self.pipelines.values():
             pipeline.give_up_slots()
         self.config = config
+        self.planner.layout.budget = config.budget()
         self.overlap = self._new_overlap()
         if self.overlap is not None:
             self.overlap.watch()

@@ -88,6 +88,10 @@ bench-peers: $(SETUP)  ## whole training steps against other libraries (the extr
 bench-check: $(SETUP)  ## is a fresh run as fast as the committed records, by ratios to its own probe
 	@$(PY) benchmarks/bench_check.py $(BENCH_ARGS)
 
+.PHONY: notebooks
+notebooks: $(SETUP)  ## run notebooks/ and write their outputs (with a GPU: at full size; else SIZE=tiny)
+	@$(PY) notebooks/run.py
+
 .PHONY: dist
 dist: $(SETUP)  ## wheel and source archive
 	rm -rf dist

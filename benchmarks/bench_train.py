@@ -181,14 +181,15 @@ class Training:
         return {"most_live_bytes": found.most_bytes, "all_bytes": found.all_bytes}
 
     def _lanes(self, batch: Batch) -> dict[str, Any]:
-        """Take two more steps, of which the second is recorded: the first one fills the streams."""
+        """Take a step that fills the streams, and record the next one. In forward mode record two:
+        beside the second one run the updates that the first has left."""
         self.step(batch, Laps(self.device))
+        recording: AbstractContextManager[Timeline] = nullcontext(Timeline([self.device]))
         if self.mode.overlap:
-            with torch_offload.timeline(self.optimizer) as recorded:
+            recording = torch_offload.timeline(self.optimizer)
+        with recording as recorded:
+            for _ in range(2 if self.mode.overlap == "forward" else 1):
                 self.step(batch, Laps(self.device), recorded)
-        else:
-            recorded = Timeline([self.device])
-            self.step(batch, Laps(self.device), recorded)
         return recorded.lanes()
 
 

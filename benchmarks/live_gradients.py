@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -19,6 +19,18 @@ class LiveGradients:
 
     most_bytes: int = 0
     all_bytes: int = 0
+    _alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
+
+    @property
+    def live_bytes(self) -> int:
+        """Gradients that live now."""
+        self._alive = [(grad, size) for grad, size in self._alive if grad() is not None]
+        return sum(size for _, size in self._alive)
+
+    def _note(self, grad: Tensor, num_bytes: int) -> None:
+        self._alive.append((weakref.ref(grad), num_bytes))
+        self.most_bytes = max(self.most_bytes, self.live_bytes)
+        self.all_bytes += num_bytes
 
 
 @contextmanager
@@ -29,16 +41,12 @@ def live_gradients(params: Sequence[Tensor]) -> Iterator[LiveGradients]:
         params: parameters of a model, of which each gets one gradient.
     """
     found = LiveGradients()
-    alive: list[tuple[weakref.ref[Tensor], int]] = []
 
     def accumulated(param: Tensor) -> None:
         grad = param.grad
         assert grad is not None
         num_bytes = getattr(grad, "to_local", lambda: grad)().nbytes  # of a DTensor what is here
-        alive.append((weakref.ref(grad), num_bytes))
-        alive[:] = [(reference, size) for reference, size in alive if reference() is not None]
-        found.most_bytes = max(found.most_bytes, sum(size for _, size in alive))
-        found.all_bytes += num_bytes
+        found._note(grad, num_bytes)
 
     handles = [param.register_post_accumulate_grad_hook(accumulated) for param in params]
     for param, handle in zip(params, handles, strict=True):

@@ -32,34 +32,19 @@ def figure_class() -> Any:
     return Figure
 
 
-def plot(lanes: Mapping[str, Sequence[Interval]], path: Path | str, title: str) -> None:
-    """Write the timeline of one step as a PNG.
+def draw(axes: Any, lanes: Mapping[str, Sequence[Interval]], title: str) -> None:
+    """Draw the timeline of one step.
 
     Args:
+        axes: matplotlib's.
         lanes: start and end of each interval, in seconds from the start of the step, by lane. A
             lane that is missing stays empty.
-        path: where the picture goes; folders are made.
         title: the line above it.
 
     Raises:
-        ValueError: an unknown lane, an interval that ends before it starts, or a path that does not
-            end in ``.png``.
-        ImportError: matplotlib is not installed.
+        ValueError: an unknown lane, or an interval that ends before it starts.
     """
-    path = Path(path)
-    if path.suffix != ".png":
-        raise ValueError(f"path={str(path)!r} is no PNG. Give a name that ends in .png.")
-    for name, intervals in lanes.items():
-        if name not in LANES:
-            raise ValueError(f"lanes has {name!r}, which is no lane. Use {', '.join(LANES)}.")
-        for start, end in intervals:
-            if end < start:
-                raise ValueError(
-                    f"lanes[{name!r}] has ({start}, {end}), which ends before it starts. "
-                    "Give (start, end)."
-                )
-    figure = figure_class()(figsize=(12, 2.8), layout="constrained")
-    axes = figure.add_subplot()
+    _check(lanes)
     for row, name in enumerate(LANES):
         bars = [(start, end - start) for start, end in lanes.get(name, ())]
         axes.broken_barh(
@@ -70,5 +55,37 @@ def plot(lanes: Mapping[str, Sequence[Interval]], path: Path | str, title: str) 
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds from the start of the step")
     axes.set_title(title)
+
+
+def plot(lanes: Mapping[str, Sequence[Interval]], path: Path | str, title: str) -> None:
+    """Write the timeline of one step as a PNG.
+
+    Args:
+        lanes: as in :func:`draw`.
+        path: where the picture goes; folders are made.
+        title: the line above it.
+
+    Raises:
+        ValueError: as in :func:`draw`, or a path that does not end in ``.png``.
+        ImportError: matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix != ".png":
+        raise ValueError(f"path={str(path)!r} is no PNG. Give a name that ends in .png.")
+    _check(lanes)
+    figure = figure_class()(figsize=(12, 2.8), layout="constrained")
+    draw(figure.add_subplot(), lanes, title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _check(lanes: Mapping[str, Sequence[Interval]]) -> None:
+    for name, intervals in lanes.items():
+        if name not in LANES:
+            raise ValueError(f"lanes has {name!r}, which is no lane. Use {', '.join(LANES)}.")
+        for start, end in intervals:
+            if end < start:
+                raise ValueError(
+                    f"lanes[{name!r}] has ({start}, {end}), which ends before it starts. "
+                    "Give (start, end)."
+                )

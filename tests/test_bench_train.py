@@ -367,6 +367,9 @@ def test_lanes_are_those_of_the_library(timeline_plot, measure, plan, monkeypatc
     lanes = point["lanes"]
     assert len(lanes["compute"]) == 2
     assert len(lanes["h2d"]) == len(lanes["step"]) == len(lanes["d2h"]) > 0
+    two = measure("forward", plan)["points"][0]["lanes"]  # what one step leaves is in the next
+    assert len(two["compute"]) == 4
+    assert len(two["step"]) == 2 * len(lanes["step"])
 
 
 def test_timeline_is_a_picture(timeline_plot, tmp_path):

@@ -109,7 +109,7 @@ def test_same_checkpoint(runs: dict[str, Any]):
     assert_same_tree(torch.load(plain, weights_only=True), torch.load(other, weights_only=True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_with_resume(tmp_path: Path):
     (tmp_path / "train.py").write_text(SCRIPT)
     offload = ["--offload_optimizer", "--offload_chunk_size", "8KiB"]
@@ -179,7 +179,13 @@ trainer = Trainer(get_peft_model(model, lora), TrainingArguments(**options),
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", [PEFT, SFT], ids=["transformers-peft", "trl-sft-peft"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param(PEFT, marks=pytest.mark.exhaustive, id="transformers-peft"),
+        pytest.param(SFT, id="trl-sft-peft"),
+    ],
+)
 def test_lora_under_the_flag(tmp_path: Path, trainer: str):
     for name in ["peft"] if trainer is PEFT else ["peft", "trl"]:
         pytest.importorskip(name)

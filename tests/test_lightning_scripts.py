@@ -168,15 +168,12 @@ FABRIC_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("package", "module"),
     [
         ("lightning.fabric", "lightning_offload.fabric_lightning"),
-        pytest.param(
-            "lightning_fabric",
-            "lightning_offload.fabric_lightning_fabric",
-            marks=pytest.mark.exhaustive,
-        ),
+        ("lightning_fabric", "lightning_offload.fabric_lightning_fabric"),
     ],
 )
 def test_a_fabric_is_switched_in_each_way(tmp_path: Path, package: str, module: str) -> None:

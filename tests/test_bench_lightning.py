@@ -4,10 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from benchmark_modules import BENCHMARKS, COMMIT
 
 
 def run(name, out, *arguments):

@@ -1,31 +1,16 @@
 """The benchmark of several GPUs at a tiny size on two CPU processes, its record and its tables."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from benchmark_modules import BENCHMARKS, COMMIT, module
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TINY = "--device cpu --params 60000 --hidden 32 --steps 2 --seq 32 --tokens 64 --train-steps 2"
 TINY += f" --warmup 1 --chunk-size 64KiB --commit {COMMIT}"
-
-
-def module(name):
-    """Return a fixture: a module of the benchmarks."""
-
-    @pytest.fixture(name=name)
-    def imported(monkeypatch):
-        monkeypatch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module(name)
-
-    return imported
-
 
 bench_multi = module("bench_multi")
 multi_parts = module("multi_parts")

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_modules import BENCHMARKS, COMMIT, module
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CPU = torch.device("cpu")
 SMALL = "--device cpu --seq 16 --tokens 16 32 --steps 2 --warmup 1".split()
-
-
-def module(name):
-    @pytest.fixture(name=name)
-    def imported(monkeypatch):
-        monkeypatch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module(name)
-
-    return imported
-
 
 bench_peers = module("bench_peers")
 measuring = module("measuring")

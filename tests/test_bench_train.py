@@ -1,7 +1,6 @@
 """The training benchmark at a tiny size on the CPU, its record, and the timeline's picture."""
 
 import dataclasses
-import importlib
 import json
 import math
 import os
@@ -15,22 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_modules import BENCHMARKS, COMMIT, module
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CPU = torch.device("cpu")
-
-
-def module(name):
-    """Return a fixture: a module of the benchmarks."""
-
-    @pytest.fixture(name=name)
-    def imported(monkeypatch):
-        monkeypatch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module(name)
-
-    return imported
-
 
 bench_train = module("bench_train")
 live_gradients = module("live_gradients")
